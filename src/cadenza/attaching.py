@@ -110,9 +110,9 @@ def attach(
 def _one_module(model: Any) -> nn.Module:
     if isinstance(model, nn.Module):
         return model
-    if isinstance(model, Mapping) and all(isinstance(one, nn.Module) for one in model.values()):
+    if isinstance(model, Mapping) and all(isinstance(value, nn.Module) for value in model.values()):
         return nn.ModuleDict(model)
-    if isinstance(model, Sequence) and all(isinstance(one, nn.Module) for one in model):
+    if isinstance(model, Sequence) and all(isinstance(part, nn.Module) for part in model):
         return nn.ModuleList(model)
     raise TypeError(f"attach(...): model must be an nn.Module, or a sequence or mapping of them; got {brief(model)}")
 

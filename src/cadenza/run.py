@@ -255,13 +255,13 @@ class Run:
         [(1, 4), (2, 4), (3, 2)]
         """
         buffer = self._session.metrics.buffer
-        for key, one in name.items() if type(name) is dict or isinstance(name, Mapping) else ((name, value),):
+        for key, item in name.items() if type(name) is dict or isinstance(name, Mapping) else ((name, value),):
             if reduce is not None:
-                buffer.add_reduced(key, one, reduce, weight)
+                buffer.add_reduced(key, item, reduce, weight)
             elif weight is not None:
                 raise ValueError(f"weight= is for reduce='mean'; got it for {key!r} without reduce=")
             else:
-                buffer.add(key, one)
+                buffer.add(key, item)
 
     def fire(self, moment: Callable[Concatenate[Any, Run, P], None], *arguments: P.args, **keywords: P.kwargs) -> None:
         """Call a moment of your own, such as ``PruneMoments.on_prune``, on all its listeners. Every rank should call this.
@@ -343,7 +343,7 @@ class Run:
                 "run.replace_model(...) works in one process only. Change the model before Trainer(...) gets it."
             )
         held = {id(parameter) for parameter in parameters_of(self.optimizers)}
-        lost = {id(one): name for name, one in self.model.named_parameters() if id(one) in held}
+        lost = {id(parameter): name for name, parameter in self.model.named_parameters() if id(parameter) in held}
         for parameter in model.parameters():
             lost.pop(id(parameter), None)
         if lost:

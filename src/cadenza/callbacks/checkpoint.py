@@ -105,7 +105,7 @@ class Checkpoint(Callback):
             raise ValueError(f"grace_s must be above 0 seconds, or None if no limit is known; got {grace_s!r}")
         self.every: Schedule = Schedule.parse(every)
         self.keep: KeepRules = KeepRules(keep, keep_last, keep_best)
-        self._monitors = [Monitor(one.monitor, one.mode, owner="Checkpoint") for one in self.keep.best]
+        self._monitors = [Monitor(best.monitor, best.mode, owner="Checkpoint") for best in self.keep.best]
         self.directory: str | None = None if directory is None else absolute_path(directory)
         self._lacks = "" if directory else "Checkpoint needs a folder: give Trainer(directory=...) or Checkpoint(directory=...)"
         self.watch_errors: bool = on_exception
@@ -168,7 +168,7 @@ class Checkpoint(Callback):
         self.writer.report_best()
         lost = self.writer.lost
         if session_of(run).sync.together:
-            lost = next((one for one in run.driver.gather(lost) if one), None)
+            lost = next((rank_value for rank_value in run.driver.gather(lost) if rank_value), None)
         if lost:
             error = CheckpointLostError(lost)
             session_of(run).end(Outcome("failed", repr(error)))  # on all ranks, before the sinks close, since they report it

@@ -103,9 +103,9 @@ class ClipGradients(Callback, Compared):
     def on_before_optimizer_step(self, run: Run) -> None:
         chosen = self._chosen
         held, gradients = [], []
-        for one in self._clipped(run):
-            if (gradient := one.grad) is not None and (chosen is None or id(one) in chosen):
-                held.append(one)
+        for parameter in self._clipped(run):
+            if (gradient := parameter.grad) is not None and (chosen is None or id(parameter) in chosen):
+                held.append(parameter)
                 gradients.append(gradient)
         if not held:
             return
@@ -131,8 +131,8 @@ class ClipGradients(Callback, Compared):
             self._note(run, total_norm(gradients, self.norm_type))
         if self.max_norm is not None and self.norm is not None:
             factor = _factor(self.norm, self.max_norm)
-            for device in {one.device for one in parts}:  # the host, for parameters that FSDP keeps there
-                torch._foreach_mul_([one for one in parts if one.device == device], factor.to(device))
+            for device in {part.device for part in parts}:  # the host, for parameters that FSDP keeps there
+                torch._foreach_mul_([part for part in parts if part.device == device], factor.to(device))
         elif self.max_value is not None:
             torch._foreach_clamp_min_(parts, -self.max_value)
             torch._foreach_clamp_max_(parts, self.max_value)
@@ -150,7 +150,7 @@ def _are_alike(gradients: list[Tensor]) -> bool:
     """Return whether `clip_alike` can clip: no gradient is of a subclass, and all have one dtype and one device."""
     dtype, device = gradients[0].dtype, gradients[0].device
     return device.type in ("cpu", "cuda") and all(
-        type(one) is Tensor and one.dtype is dtype and one.device == device for one in gradients
+        type(gradient) is Tensor and gradient.dtype is dtype and gradient.device == device for gradient in gradients
     )
 
 

@@ -121,7 +121,7 @@ class Evaluate(Callback):
 
     def on_fit_start(self, run: Run) -> None:
         if self.monitor is not None:
-            others = {name: one for name, one in run.evaluations.items() if one is not self.evaluation}
+            others = {name: evaluation for name, evaluation in run.evaluations.items() if evaluation is not self.evaluation}
             self.monitor.check_reported_by(others)
         held = holders_in(hooks_of(run))
         if self.weights is not None and self.weights not in held:

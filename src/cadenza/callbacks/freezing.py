@@ -82,11 +82,11 @@ class Freeze(Callback):
         taken: set[int] = set()
         for group in self.groups:
             learning, norms = _inside(group.pick(model), batch_norm=self.batch_norm)
-            group.parameters = [one for one in learning if one.requires_grad and id(one) not in taken]
+            group.parameters = [parameter for parameter in learning if parameter.requires_grad and id(parameter) not in taken]
             # In a model in training mode, a layer that the user put into evaluation mode stays in it.
-            group.norms = [one for one in norms if id(one) not in taken and (one.training or not model.training)]
+            group.norms = [norm for norm in norms if id(norm) not in taken and (norm.training or not model.training)]
             group.held = False
-            taken |= {id(one) for one in (*group.parameters, *group.norms)}
+            taken |= {id(parameter) for parameter in (*group.parameters, *group.norms)}
 
     def on_fit_start(self, run: Run) -> None:
         run.at_end(partial(self._release, run, self.groups))
@@ -111,8 +111,8 @@ class Freeze(Callback):
     def _release(self, run: Run, groups: Sequence[_Group]) -> None:
         for group in groups:
             group.held = False
-        others = [one for one in hooks_of(run).callbacks.values() if isinstance(one, Freeze)]
-        still = {id(part) for one in others for group in one.groups if group.held for part in group.parts()}
+        others = [callback for callback in hooks_of(run).callbacks.values() if isinstance(callback, Freeze)]
+        still = {id(part) for other in others for group in other.groups if group.held for part in group.parts()}
         for group in groups:
             module_flags_of(run).expect(group.release(still), on=True)
 
@@ -163,8 +163,8 @@ class _Group:
 
     def release(self, still: set[int]) -> list[Part]:
         """Unfreeze all but `still`, the ids of parts that other groups hold. Return the unfrozen parts."""
-        parameters = [one for one in self.parameters if id(one) not in still]
-        norms = [one for one in self.norms if id(one) not in still]
+        parameters = [parameter for parameter in self.parameters if id(parameter) not in still]
+        norms = [norm for norm in self.norms if id(norm) not in still]
         _switch(parameters, norms, learn=True)
         return [*parameters, *norms]
 
@@ -220,13 +220,13 @@ def _inside(parts: Part | Iterable[Part], *, batch_norm: bool) -> tuple[list[nn.
             if has_statistics and not batch_norm:
                 continue
             norms |= {id(module): module} if has_statistics else {}
-            parameters |= {id(one): one for one in module.parameters(recurse=False)}
+            parameters |= {id(parameter): parameter for parameter in module.parameters(recurse=False)}
     return list(parameters.values()), list(norms.values())
 
 
 def _switched(modules: Iterable[Part], *, batch_norm: bool, learn: bool) -> list[nn.Parameter]:
     parameters, norms = _inside(modules, batch_norm=batch_norm)
-    changed = [one for one in parameters if one.requires_grad != learn]
+    changed = [parameter for parameter in parameters if parameter.requires_grad != learn]
     _switch(changed, norms, learn=learn)
     return changed
 

@@ -96,7 +96,11 @@ class Histograms(Callback):
     def _log_gradients(self, run: Run) -> None:
         # Only of parameters that this step updates: the gradients of others may be old or incomplete.
         updated = set(map(id, run.window.parameters))
-        held = ((name, one.grad) for name, one in self._chosen(run) if one.grad is not None and id(one) in updated)
+        held = (
+            (name, parameter.grad)
+            for name, parameter in self._chosen(run)
+            if parameter.grad is not None and id(parameter) in updated
+        )
         for name, gradient in self._on_main(run, held):
             run.log(f"gradients/{name}", Histogram(gradient))
 

@@ -171,7 +171,7 @@ class LearningRate(Callback, SetsRates, Compared):
         assert self.scheduler is not None, "it was made"
         self.made_with = arguments_of(self.scheduler)
         self._check_override(self.scheduler, given, saved)
-        if not any(self.scheduler.optimizer is one for one in run.optimizers):
+        if not any(self.scheduler.optimizer is optimizer for optimizer in run.optimizers):
             raise ValueError(
                 "the scheduler of LearningRate belongs to an optimizer that this run does not have. Give a function "
                 "(optimizer) -> scheduler, which gets the optimizer of the run."
@@ -281,7 +281,7 @@ class LearningRate(Callback, SetsRates, Compared):
         if self.unit != "step" or self.monitor is not None or not steps or not epochs or not session_of(run).advises:
             return
         for scheduler in getattr(self.scheduler, "_schedulers", [self.scheduler]):
-            found = next((one for one in _LENGTHS if getattr(scheduler, one, None)), None)
+            found = next((attribute for attribute in _LENGTHS if getattr(scheduler, attribute, None)), None)
             if found is not None and _in_epochs(scheduler, found, steps, epochs):
                 length = getattr(scheduler, found)
                 run.warn(
@@ -435,7 +435,7 @@ def with_kinds(saved: Any, current: Any) -> Any:
         inner = {key: with_kinds(value, current.get(key)) for key, value in saved.items()}
         return Counter(inner) if isinstance(current, Counter) else inner
     if isinstance(saved, list) and isinstance(current, list) and len(saved) == len(current):
-        return [with_kinds(one, other) for one, other in zip(saved, current, strict=True)]
+        return [with_kinds(old, other) for old, other in zip(saved, current, strict=True)]
     for kind in (int | float | Tensor, list | tuple, Counter):
         if isinstance(current, kind) and not isinstance(saved, kind):
             raise ValueError(f"its scheduler has {current!r} where the saved state has {saved!r}")
@@ -452,12 +452,13 @@ def _function_in(given: Settings, callback: str) -> Callable[..., Any] | None:
         TypeError: It is no function.
     """
     value = given.values.get("scheduler")
-    one = value.get(callback) if isinstance(value, Mapping) else value
-    if one is not None and (not callable(one) or isinstance(one, LRScheduler)):
+    scheduler = value.get(callback) if isinstance(value, Mapping) else value
+    if scheduler is not None and (not callable(scheduler) or isinstance(scheduler, LRScheduler)):
         raise TypeError(
-            f"override: scheduler must be a function (optimizer) -> scheduler or (optimizer, total) -> scheduler; got {one!r}"
+            f"override: scheduler must be a function (optimizer) -> scheduler or (optimizer, total) -> scheduler; got "
+            f"{scheduler!r}"
         )
-    return one
+    return scheduler
 
 
 def _values_for(scheduler: LRScheduler, given: Settings) -> dict[str, Any]:
@@ -483,7 +484,9 @@ def _with_arguments(scheduler: LRScheduler, given: Settings) -> LRScheduler:
             f" Give the whole schedule: override={{'scheduler': lambda optimizer: {kind}(optimizer, ...)}}."
         )
     held = {name: getattr(scheduler, name) for name in names}
-    held = {name: sorted(one.elements()) if isinstance(one, Counter) else one for name, one in held.items()}  # milestones
+    held = {
+        name: sorted(value.elements()) if isinstance(value, Counter) else value for name, value in held.items()
+    }  # milestones
     set_rates(scheduler.optimizer, first_rates(scheduler.optimizer))
     try:
         return type(scheduler)(scheduler.optimizer, **{**held, **changes})

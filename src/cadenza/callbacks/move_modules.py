@@ -53,7 +53,7 @@ class MoveModules(Callback):
                 module.load_state_dict(run.driver.broadcast(on_host(module.state_dict())))
 
     def state_dict(self) -> dict[str, Any]:
-        states = {str(index): dict(state) for index, one in enumerate(self.modules) if (state := one.state_dict())}
+        states = {str(index): dict(state) for index, module in enumerate(self.modules) if (state := module.state_dict())}
         return {"modules": states} if states else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -40,7 +40,11 @@ class OmitFrozen(Callback):
     def on_setup(self, run: Run) -> None:
         if run.driver.shards:
             raise ValueError("OmitFrozen needs whole weights on the main process; got a driver that shards them. Remove it.")
-        frozen = {plain_name(name) for name, one in run.model.named_parameters(remove_duplicate=False) if not one.requires_grad}
+        frozen = {
+            plain_name(name)
+            for name, parameter in run.model.named_parameters(remove_duplicate=False)
+            if not parameter.requires_grad
+        }
         if not frozen:
             raise ValueError("OmitFrozen leaves out frozen weights, but every parameter of the model has requires_grad=True.")
         weights = state_of(run.model) if run.is_main else {}
@@ -51,9 +55,11 @@ class OmitFrozen(Callback):
         if not run.is_main:
             return
         # A fused optimizer changes a weight without a new version in autograd.
-        optimized = {id(one) for optimizer in run.optimizers for group in optimizer.param_groups for one in group["params"]}
+        optimized = {
+            id(parameter) for optimizer in run.optimizers for group in optimizer.param_groups for parameter in group["params"]
+        }
         named = run.model.named_parameters(remove_duplicate=False)
-        unsure = {plain_name(name) for name, one in named if id(one) in optimized}
+        unsure = {plain_name(name) for name, parameter in named if id(parameter) in optimized}
         unchanged = [name for name in self._first if self._is_unchanged(name, checkpoint.model[name], sure=name not in unsure)]
         checkpoint.state[LEFT_OUT] = {name: self._first[name] for name in unchanged}
         for name in unchanged:

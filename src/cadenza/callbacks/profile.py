@@ -71,7 +71,7 @@ def rank_times(driver: Driver, timings: Timings) -> tuple[RankTime, ...]:
     """
     seconds = {phase.name: phase.seconds for phase in timings.phases}
     own = {part: sum(seconds.get(name, 0.0) for name in names) for part, names in _PHASES.items()}
-    own["callbacks"] = sum(one.seconds for one in timings.callbacks)
+    own["callbacks"] = sum(callback.seconds for callback in timings.callbacks)
     everyone = driver.gather_on_main([*own.values()])
     times = []
     for part, values in zip(own, zip(*everyone, strict=True), strict=False):
@@ -267,7 +267,9 @@ class Profile(Callback):
         if run.info.directory is None:
             raise ValueError("Profile(torch_profiler=...) needs a directory; the run has none. Give Trainer(directory=...).")
         others = [
-            one for one in hooks_of(run).callbacks.values() if isinstance(one, Profile) and one.torch_profiler is not None
+            callback
+            for callback in hooks_of(run).callbacks.values()
+            if isinstance(callback, Profile) and callback.torch_profiler is not None
         ]
         if len(others) > 1:
             raise ValueError(f"torch has one profiler at a time; {len(others)} Profiles have torch_profiler=. Keep one.")

@@ -90,7 +90,7 @@ class ScheduleValue(Callback, Compared):
         target = self._target_in(run)
         has = self.key in target if isinstance(target, Mapping) else hasattr(target, self.key)
         if not has:
-            known = [str(one) for one in target] if isinstance(target, Mapping) else dir(target)
+            known = [str(key) for key in target] if isinstance(target, Mapping) else dir(target)
             raise AttributeError(
                 f"ScheduleValue cannot set {self.key!r}: a {type(target).__name__} has no such option."
                 f"{nearest(str(self.key), known)}"

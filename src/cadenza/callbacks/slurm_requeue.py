@@ -56,7 +56,9 @@ class SlurmRequeue(Callback):
             )
         elif shutil.which(self.command[0]) is None:
             run.warn(f"SlurmRequeue has no effect: the program {self.command[0]!r} is not on PATH. Run on a SLURM node.")
-        elif not any(isinstance(one, WatchesSignals) and one.watch_signals for one in hooks_of(run).callbacks.values()):
+        elif not any(
+            isinstance(callback, WatchesSignals) and callback.watch_signals for callback in hooks_of(run).callbacks.values()
+        ):
             run.warn("SlurmRequeue has no effect: no callback handles signals. Add Checkpoint(...) to callbacks.")
         elif run.is_main:
             # The result of the last write is recorded after all cleanups, and the requeue comes after that.

@@ -118,7 +118,7 @@ def _level(name: str) -> int:
 
 def _counted(module: nn.Module) -> tuple[int, int]:
     """Return the number of parameters, and the number of trained parameters."""
-    sizes = [(0 if is_lazy(one) else one.numel(), one.requires_grad) for one in module.parameters()]
+    sizes = [(0 if is_lazy(parameter) else parameter.numel(), parameter.requires_grad) for parameter in module.parameters()]
     return sum(size for size, _ in sizes), sum(size for size, trained in sizes if trained)
 
 
@@ -144,7 +144,7 @@ def _memory(run: Run, model: nn.Module) -> str:
     """Return a line about the memory that lasts from step to step, without that of the forward pass."""
     sizes = {
         "parameters": _mebibytes(model.parameters()),
-        "gradients": _mebibytes(one for one in model.parameters() if one.requires_grad),
+        "gradients": _mebibytes(parameter for parameter in model.parameters() if parameter.requires_grad),
         "optimizers": _mebibytes(tensors_in([list(optimizer.state.values()) for optimizer in run.optimizers])),
         "buffers": _mebibytes(model.buffers()),
     }
@@ -155,4 +155,4 @@ def _memory(run: Run, model: nn.Module) -> str:
 
 
 def _mebibytes(tensors: Iterable[Tensor]) -> float:
-    return sum(0 if is_lazy(one) else local(one).numel() * one.element_size() for one in tensors) / 2**20
+    return sum(0 if is_lazy(tensor) else local(tensor).numel() * tensor.element_size() for tensor in tensors) / 2**20

@@ -126,7 +126,7 @@ class Swa(Averaging, Compared):
         """Copy the averaged weights into the model, and update its BatchNorm statistics. Every rank must call this."""
         super().put_in_place(run)
         modules = [module for module, training in self._modes if training]
-        norms = [one for one in modules if isinstance(one, _BatchNorm) and one.running_mean is not None]
+        norms = [module for module in modules if isinstance(module, _BatchNorm) and module.running_mean is not None]
         if norms and self.update_batch_norm != 0:
             refresh_statistics(run, norms, self._modes, self.update_batch_norm)
             average, model = self._of_run(), run.model
@@ -135,7 +135,11 @@ class Swa(Averaging, Compared):
 
     def put_in_place_again(self, run: Run, state: Mapping[str, Any]) -> None:
         super().put_in_place_again(run, state)
-        if self.use_at_end and self.update_batch_norm != 0 and any(isinstance(one, _BatchNorm) for one in run.model.modules()):
+        if (
+            self.use_at_end
+            and self.update_batch_norm != 0
+            and any(isinstance(module, _BatchNorm) for module in run.model.modules())
+        ):
             logger.warning(  # not the log of the run, which is over
                 "the BatchNorm statistics are those of the last weights, since no checkpoint has those of the average. Call "
                 "torch.optim.swa_utils.update_bn(loader, model)."
@@ -170,7 +174,7 @@ class Swa(Averaging, Compared):
     def _set_rates(self, run: Run) -> None:
         step = run.progress.step
         if self._rates is None and self._begun(run):
-            self._rates = (step, [[float(group["lr"]) for group in one.param_groups] for one in run.optimizers])
+            self._rates = (step, [[float(group["lr"]) for group in optimizer.param_groups] for optimizer in run.optimizers])
         self._set_rates_of(run, step + 1)
 
     def _set_next_rates(self, run: Run) -> None:

@@ -42,7 +42,9 @@ class ConvertSyncBatchNorm(Callback):
                 "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) before you pass the model to the trainer."
             )
         model = run.model
-        old = [one for one in model.modules() if isinstance(one, _BatchNorm) and not isinstance(one, nn.SyncBatchNorm)]
+        old = [
+            module for module in model.modules() if isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm)
+        ]
         if model in old:
             raise ValueError("ConvertSyncBatchNorm replaces layers inside a model; got a model that is one. Wrap it.")
         if old:

@@ -108,7 +108,7 @@ class Warmup(Callback, Compared):
 
     def _scale_rates(self, run: Run) -> None:
         optimizer = run.optimizers[self.optimizer]
-        if any(optimizer is one for one in session_of(run).step.updating):
+        if any(optimizer is other for other in session_of(run).step.updating):
             rates_of(run).apply(self.optimizer, optimizer, run.progress.step + 1)
 
     def _put_rates_back(self, run: Run) -> None:
@@ -133,7 +133,7 @@ class Warmup(Callback, Compared):
             )
         whole = int(self.length.count)
         limits = (Progress(max_epochs=most, batches_per_epoch=batches) for most in (whole, whole + 1))
-        before, after = (one.total("step", run.info.accumulate) or 0 for one in limits)
+        before, after = (limit.total("step", run.info.accumulate) or 0 for limit in limits)
         return float(before + (self.length.count - whole) * (after - before)), "step"  # the last epoch may be a part
 
     def state_dict(self) -> dict[str, Any]:

@@ -67,7 +67,7 @@ class Catalogue:
                 come from another person, and opening a URL sends requests, with the credentials of the reader.
         """
         if path is None:
-            return Catalogue(map(Store, elsewhere), where=", ".join(fspath(one) for one in elsewhere))
+            return Catalogue(map(Store, elsewhere), where=", ".join(fspath(folder) for folder in elsewhere))
         text = local_text(path)
         if "://" in text:
             return Catalogue([Store(text.rstrip("/"))], where=text)
@@ -76,7 +76,7 @@ class Catalogue:
         catalogue = Catalogue([Store(own if own.is_dir() else folder), *map(Store, elsewhere)], where=text)
         with suppress(LookupError, TypeError, ValueError):
             branch = Branch.of(facts.get("branch") or {}, str(facts["id"]))
-            if any(one.branch.run == branch.run for one in catalogue.entries if one.branch):
+            if any(entry.branch.run == branch.run for entry in catalogue.entries if entry.branch):
                 catalogue.named = branch
         return catalogue
 
@@ -91,8 +91,8 @@ class Catalogue:
 
     def _only_branch(self) -> Branch:
         """Return the newest branch of the only run that saves in the first store in use."""
-        first = next((one.store for one in self.entries), None)
-        found = present(one.branch for one in self.entries if one.store is first and one.branch is not None)
+        first = next((entry.store for entry in self.entries), None)
+        found = present(entry.branch for entry in self.entries if entry.store is first and entry.branch is not None)
         if first is not None and len(found) > 1:
             raise CheckpointError(
                 f"{first.files} holds checkpoints of {counted(len(found), 'run')}: "
@@ -106,10 +106,10 @@ class Catalogue:
         """The checkpoints on all branches with their sort keys: abandoned ones first, then the line, oldest first."""
         ranked = []
         for store in self.stores:
-            entries = [one for one in self.entries if one.store is store]
-            alone = {one.branch.run for one in entries if one.branch is not None} <= {self.branch.run}
-            own = (one for one in entries if (alone if one.branch is None else one.branch.run == self.branch.run))
-            ranked += [(rank, one) for one in own if (rank := self.rank(one)) is not None]
+            entries = [entry for entry in self.entries if entry.store is store]
+            alone = {entry.branch.run for entry in entries if entry.branch is not None} <= {self.branch.run}
+            own = (entry for entry in entries if (alone if entry.branch is None else entry.branch.run == self.branch.run))
+            ranked += [(rank, item) for item in own if (rank := self.rank(item)) is not None]
         return sorted(ranked, key=lambda pair: pair[0])
 
     def rank(self, entry: Entry) -> Rank | None:
@@ -118,17 +118,17 @@ class Catalogue:
 
     def line(self) -> list[Entry]:
         """Return the checkpoints on the line of the present branch, newest first."""
-        return [one for rank, one in reversed(self.ranked) if rank[0]]
+        return [entry for rank, entry in reversed(self.ranked) if rank[0]]
 
     @property
     def next_number(self) -> int:
         """The number for a new branch."""
-        return 1 + max([self.branch.number, *(one.branch.number for _, one in self.ranked if one.branch is not None)])
+        return 1 + max([self.branch.number, *(entry.branch.number for _, entry in self.ranked if entry.branch is not None)])
 
     @property
     def newest_whole(self) -> Entry | None:
         """The newest checkpoint of the line at which the run can continue; None if there is none."""
-        return next((one for one in self.line() if one.store.can_continue(one.saved)), None)
+        return next((entry for entry in self.line() if entry.store.can_continue(entry.saved)), None)
 
     def prune(self, keep: Collection[str]) -> list[str]:
         """Delete the checkpoints of the run in a folder, except `keep` and the newest at which the run can continue.
@@ -136,13 +136,15 @@ class Catalogue:
         Those of other runs, unfinished and damaged ones stay. Returns the names of the deleted checkpoints.
         """
         kept = {*keep, *([] if (newest := self.newest_whole) is None else [newest.name])}
-        return self.stores[0].delete(one.name for _, one in self.ranked if one.manifest is not None and one.name not in kept)
+        return self.stores[0].delete(
+            entry.name for _, entry in self.ranked if entry.manifest is not None and entry.name not in kept
+        )
 
     @property
     def not_opened(self) -> str:
         """A sentence on the folders and URLs that ``run.json`` names, and that are not in here; empty without any."""
         others, opened = _facts_at(self.where).get("checkpoints"), {str(store.files) for store in self.stores}
-        names = [repr(str(one)[:200]) for one in (others if isinstance(others, list) else []) if str(one) not in opened]
+        names = [repr(str(other)[:200]) for other in (others if isinstance(others, list) else []) if str(other) not in opened]
         return f" Its run.json also names {some(names)}. Only a path that you give is opened: give that one." if names else ""
 
     def __str__(self) -> str:
@@ -163,12 +165,12 @@ class Catalogue:
         if not self.entries:
             raise CheckpointError(f"there are no checkpoints in {self.where}, so which={which!r} finds none.{self.not_opened}")
         if match := _STEP.fullmatch(which):
-            fitting = [one for one in self.entries if one.saved.step == int(match[1])]
-            fitting = [one for one in fitting if match[2] in (None, str(one.saved.again))]
+            fitting = [entry for entry in self.entries if entry.saved.step == int(match[1])]
+            fitting = [entry for entry in fitting if match[2] in (None, str(entry.saved.again))]
             if not fitting:
-                there = ", ".join(one.name for one in self.entries)
+                there = ", ".join(entry.name for entry in self.entries)
                 raise CheckpointError(f"there is no checkpoint {which!r}; there is {there}")
-            return max(fitting, key=lambda one: one.saved.again)
+            return max(fitting, key=lambda entry: entry.saved.again)
         if which != LAST:
             return self._best(which.removeprefix(BEST).removeprefix(":"))
         newest, skipped = first_usable(self.line(), problem)
@@ -180,10 +182,12 @@ class Catalogue:
     def _best(self, monitor: str) -> Entry:
         line, remark = self.line(), self.not_opened
         best = _best_by_monitor(line)
-        choices = ", ".join(f"'best:{name}' ({best_text(one.fact)}, {one.fact['checkpoint']})" for name, one in best.items())
+        choices = ", ".join(
+            f"'best:{name}' ({best_text(value.fact)}, {value.fact['checkpoint']})" for name, value in best.items()
+        )
         if not best:
-            damaged = next((str(one.problem()) for one in line if one.is_damaged), "")
-            names = ", ".join(one.name for one in line)
+            damaged = next((str(entry.problem()) for entry in line if entry.is_damaged), "")
+            names = ", ".join(entry.name for entry in line)
             raise CheckpointError(
                 f"no checkpoint in {self.where} is known as the best: {damaged or 'none was kept for its result'}. Give "
                 f"which='last' or a name: there is {names}. Checkpoint(keep_best=('eval/acc', 'max')) keeps the best of a "
@@ -216,10 +220,10 @@ class Catalogue:
 def first_usable(entries: Iterable[Entry], problem: Problem) -> tuple[Entry | None, list[str]]:
     """Return the first checkpoint without a problem, and the problems of those before it."""
     skipped: list[str] = []
-    for one in entries:
-        why = problem(one)
+    for entry in entries:
+        why = problem(entry)
         if why is None:
-            return one, skipped
+            return entry, skipped
         skipped.append(why)
     return None, skipped
 
@@ -238,24 +242,24 @@ def _best_by_monitor(line: Iterable[Entry]) -> dict[str, _Best]:
     best: dict[str, _Best] = {}
     writers: set[tuple[str, str]] = set()
     doubt = ""
-    for one in line:
-        if one.manifest is None:
-            doubt = doubt or (str(one.problem()) if one.is_damaged else "")
+    for entry in line:
+        if entry.manifest is None:
+            doubt = doubt or (str(entry.problem()) if entry.is_damaged else "")
             continue
-        writer = (str(one.store.files), one.manifest["run"])
+        writer = (str(entry.store.files), entry.manifest["run"])
         if writer in writers:
             continue
         writers.add(writer)
-        for fact in one.manifest.get("best", []):
+        for fact in entry.manifest.get("best", []):
             other = best.get(fact["monitor"])
             if other is None or _is_better(fact, other.fact):
-                best[fact["monitor"]] = _Best(one.store, fact, doubt)
+                best[fact["monitor"]] = _Best(entry.store, fact, doubt)
     return best
 
 
-def _is_better(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    value, best = best_value(one), best_value(other)
-    return value > best if one["mode"] == "max" else value < best
+def _is_better(fact: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    value, best = best_value(fact), best_value(other)
+    return value > best if fact["mode"] == "max" else value < best
 
 
 # -- by a path -------------------------------------------------------------------------------------
@@ -292,7 +296,7 @@ def find(
     if entry is None and name in (LAST, BEST) and which is None and store.saved():
         return find(folder, name)
     if entry is None:
-        there = f"; {store.files} has {', '.join(one.name for one in store.saved())}" if store.saved() else ""
+        there = f"; {store.files} has {', '.join(entry.name for entry in store.saved())}" if store.saved() else ""
         raise CheckpointError(
             f"there are no weights at {text!r}: expected a checkpoint, a run directory or a .safetensors file{there}."
             f"{catalogue.not_opened}"

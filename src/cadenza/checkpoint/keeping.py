@@ -141,7 +141,7 @@ class KeepRules:
             rule_of(rule, None)
         self.keeps_all: bool = keep is None and keep_last is None
         self.given: list[KeepRule] = given
-        self.best: list[Best] = [one for one in given if isinstance(one, Best)]
+        self.best: list[Best] = [rule for rule in given if isinstance(rule, Best)]
 
     def __repr__(self) -> str:
         return " | ".join(map(repr, self.given)) or "all"
@@ -153,7 +153,7 @@ class KeepRules:
             ScheduleError: A rule needs a length of the run or of the epoch, which is not known.
         """
         everything = [Kept("all", list)] if self.keeps_all else []
-        return [*everything, *(Kept(repr(one), rule_of(one, limits, accumulate)) for one in self.given)]
+        return [*everything, *(Kept(repr(rule), rule_of(rule, limits, accumulate)) for rule in self.given)]
 
 
 def parts_of(keep: Keep) -> list[KeepRule]:
@@ -161,7 +161,7 @@ def parts_of(keep: Keep) -> list[KeepRule]:
     if isinstance(keep, Composite) and keep.operator == "|":
         return list(keep.parts)
     if isinstance(keep, Iterable) and not isinstance(keep, str):
-        return [part for one in keep for part in parts_of(one)]
+        return [part for rule in keep for part in parts_of(rule)]
     return [keep]
 
 
@@ -279,19 +279,19 @@ class Known:
         asked = facts.get("asked_by")
         if not isinstance(asked, list):  # version 0.1
             asked = [str(facts["run"]).partition("/")[2] or "Checkpoint"]
-        values, averaged = (one if isinstance(one := facts.get(name), Mapping) else {} for name in ("values", "averaged"))
+        values, averaged = (fact if isinstance(fact := facts.get(name), Mapping) else {} for name in ("values", "averaged"))
         began = _number(facts.get("began", began)) or 0.0
         return Known(
             saved,
             rank,
-            {name: one for name, one in facts.items() if type(one) is int},
+            {name: fact for name, fact in facts.items() if type(fact) is int},
             began,
             (_number(facts.get("time")) or 0.0) - began,
-            {name: number for name, one in values.items() if (number := _number(one)) is not None},
+            {name: number for name, value in values.items() if (number := _number(value)) is not None},
             facts.get("finite") is not False,
             facts["exact"] is True and not facts.get("weights_only"),
             frozenset(map(str, (*asked, *owners))),
-            {name: str(one) for name, one in averaged.items()},
+            {name: str(value) for name, value in averaged.items()},
         )
 
 
@@ -301,17 +301,17 @@ def line_of(known: Iterable[Known]) -> list[Known]:
     Of a step that was saved again, it is the last one at which a run can continue. It has the results and owners of all.
     """
     steps: dict[tuple[int, ...], list[Known]] = {}
-    for one in sorted(known, key=attrgetter("rank")):
-        steps.setdefault(one.rank[:-1], []).append(one)
+    for checkpoint in sorted(known, key=attrgetter("rank")):
+        steps.setdefault(checkpoint.rank[:-1], []).append(checkpoint)
     return [_joined(alike) if alike[1:] else alike[0] for alike in steps.values()]
 
 
 def _joined(alike: Sequence[Known]) -> Known:
     """Return the last checkpoint of a step at which a run can continue, with the results and the owners of all."""
-    chosen = max(alike, key=lambda one: (one.whole, one.saved))
-    values = {name: value for one in alike for name, value in one.values.items()}
-    averaged = {name: weights for one in alike for name, weights in one.averaged.items()}
-    return replace(chosen, values=values, averaged=averaged, owners=frozenset[str]().union(*(one.owners for one in alike)))
+    chosen = max(alike, key=lambda saved: (saved.whole, saved.saved))
+    values = {name: value for saved in alike for name, value in saved.values.items()}
+    averaged = {name: weights for saved in alike for name, weights in saved.averaged.items()}
+    return replace(chosen, values=values, averaged=averaged, owners=frozenset[str]().union(*(saved.owners for saved in alike)))
 
 
 class Span(NamedTuple):
@@ -335,46 +335,46 @@ class Kept(NamedTuple):
 def best_of(rule: Best, line: Sequence[Known]) -> list[Known]:
     """Return the checkpoints with the best results; of equal ones, the earlier. A result that is not finite does not count."""
     sign = -1 if rule.mode == "max" else 1
-    judged = [one for one in _present(line) if rule.name in one.values and one.finite]
-    return sorted(judged, key=lambda one: sign * one.values[rule.name])[: rule.count]
+    judged = [saved for saved in _present(line) if rule.name in saved.values and saved.finite]
+    return sorted(judged, key=lambda saved: sign * saved.values[rule.name])[: rule.count]
 
 
 def is_among_best(rule: Best, line: Sequence[Known], value: float) -> bool:
     """Return whether a checkpoint with this result would be kept, if it were the newest."""
-    kept = [one.values[rule.name] for one in best_of(rule, line)]
+    kept = [saved.values[rule.name] for saved in best_of(rule, line)]
     better = len(kept) < rule.count or (value > kept[-1] if rule.mode == "max" else value < kept[-1])
     return math.isfinite(value) and better
 
 
 def _newest_within(span: Span, line: Sequence[Known]) -> Iterable[Known]:
     """Keep those of the last span before the newest."""
-    positions = [(one.position(span.unit), one) for one in _present(line)]
+    positions = [(saved.position(span.unit), saved) for saved in _present(line)]
     end = max((position for position, _ in positions), default=0)
-    return [one for position, one in positions if position > end - span.amount]
+    return [saved for position, saved in positions if position > end - span.amount]
 
 
 def _oldest_within(span: Span, line: Sequence[Known]) -> Iterable[Known]:
     """Keep those of the first span of the run."""
-    return [one for one in _present(line) if one.position(span.unit) <= span.amount]
+    return [saved for saved in _present(line) if saved.position(span.unit) <= span.amount]
 
 
 def _first_at(span: Span, line: Sequence[Known]) -> Iterable[Known]:
     """Keep the first that reaches a point of the run."""
-    return [one for one in _present(line) if one.position(span.unit) >= span.amount][:1]
+    return [saved for saved in _present(line) if saved.position(span.unit) >= span.amount][:1]
 
 
 def _one_per_interval(span: Span, line: Sequence[Known]) -> Iterable[Known]:
     """Keep the first that reaches each multiple of an interval, counted from the beginning of the run."""
     reached: float = 0
-    for one in _present(line):
-        multiples = one.position(span.unit) // span.amount
+    for saved in _present(line):
+        multiples = saved.position(span.unit) // span.amount
         if multiples > reached:
             reached = multiples
-            yield one
+            yield saved
 
 
 def _present(line: Sequence[Known]) -> list[Known]:
-    return [one for one in line if not one.abandoned]
+    return [saved for saved in line if not saved.abandoned]
 
 
 def _number(value: object) -> float | None:

@@ -67,12 +67,12 @@ Owner = Callable[[Session], Any]
 
 def _state(name: str, owner: Owner, *, each_rank: bool = False) -> Part:
     """Return the part of an object that has ``state_dict`` and ``load_state_dict``."""
-    return Part(name, lambda run: owner(run).state_dict(), lambda to, one: owner(to.session).load_state_dict(one), each_rank)
+    return Part(name, lambda run: owner(run).state_dict(), lambda to, item: owner(to.session).load_state_dict(item), each_rank)
 
 
 def _attribute(name: str, owner: Owner) -> Part:
     """Return the part of a plain attribute of this name."""
-    return Part(name, lambda run: getattr(owner(run), name), lambda to, one: setattr(owner(to.session), name, one))
+    return Part(name, lambda run: getattr(owner(run), name), lambda to, item: setattr(owner(to.session), name, item))
 
 
 def _streams(to: Target, plain: Mapping[str, Any]) -> None:
@@ -93,15 +93,15 @@ def _history(to: Target, series: Mapping[str, Any]) -> None:
 
 
 def _states_of(session: Session, *, each_rank: bool) -> dict[str, Any]:
-    callbacks = {name: one for name, one in session.hooks.callbacks.items() if one.each_rank is each_rank}
+    callbacks = {name: callback for name, callback in session.hooks.callbacks.items() if callback.each_rank is each_rank}
     return {name: state for name, callback in callbacks.items() if (state := callback.state_dict())}
 
 
 def _callbacks(to: Target, states: Mapping[str, Any]) -> None:
     callbacks = to.session.hooks.callbacks
     states = {**states, **to.own.get("callbacks of the rank", {})}
-    gone = [one for one in states if one not in callbacks]
-    fresh = [one for one, callback in callbacks.items() if one not in states and callback.state_dict()]
+    gone = [state for state in states if state not in callbacks]
+    fresh = [name for name, callback in callbacks.items() if name not in states and callback.state_dict()]
     if gone or fresh:
         text = f"state of callbacks does not fit: saved but not in the list {gone}; in the list but not saved {fresh}"
         if to.strict:
@@ -128,7 +128,7 @@ def _optimizers(to: Target, states: Sequence[Mapping[str, Any]]) -> None:
         with naming(to.loaded.name, f"optimizers[{index}]"):
             parameters = list(parameters_of([optimizer]))
             if fits:
-                check_moments(optimizer, saved, [one.shape for one in parameters])
+                check_moments(optimizer, saved, [parameter.shape for parameter in parameters])
             load_state(optimizer, optimizer_laid_out(saved, parameters) if fits else placed(session, saved))
     session.given.take_over(session.run, to.loaded.state.get("given", {}))
 
@@ -161,21 +161,21 @@ def _gradients(to: Target, gradients: Mapping[int, Tensor]) -> None:
     by_rank, ranks = to.loaded.by_rank, len(to.loaded.by_rank)
     gradients = to.own.get("gradients", gradients)
     if to.session.loop is Loops.ATTACHED and ranks not in (1, to.session.driver.world_size) and "gradients" in by_rank[1]:
-        everyone = [one["gradients"] for one in by_rank]
+        everyone = [state["gradients"] for state in by_rank]
         indices = sorted({i for own in everyone for i in own})  # a rank without a gradient counts as zeros
         gradients = {i: torch.stack([own[i] for own in everyone if i in own]).sum(0) / ranks for i in indices}
     parameters = list(parameters_of(to.session.optimizers))
-    pairs = [(parameters[i], laid_out(one, parameters[i]).to(parameters[i].device)) for i, one in gradients.items()]
+    pairs = [(parameters[i], laid_out(gradient, parameters[i]).to(parameters[i].device)) for i, gradient in gradients.items()]
     to.session.restored.gradients = pairs
 
 
 _TRAINING = (
     Part("streams", lambda session: RNGState.capture().to_plain(session.driver.device.index), _streams, each_rank=True),
-    Part("optimizers", lambda session: [one.state_dict() for one in session.optimizers], _optimizers),
+    Part("optimizers", lambda session: [optimizer.state_dict() for optimizer in session.optimizers], _optimizers),
     Part(
         "outside",
         lambda session: session.extra_parameters.state_dict() or None,
-        lambda to, one: to.session.extra_parameters.load_state_dict(one),
+        lambda to, value: to.session.extra_parameters.load_state_dict(value),
         optional=True,
     ),
     _state("precision", lambda session: session.precision),
@@ -186,7 +186,9 @@ _TRAINING = (
 )
 _RECORDS = (
     Part(
-        "state", lambda session: dict(session.run.state), lambda to, one: to.session.run.state.update(placed(to.session, one))
+        "state",
+        lambda session: dict(session.run.state),
+        lambda to, value: to.session.run.state.update(placed(to.session, value)),
     ),
     Part("history", lambda session: session.metrics.history.state_dict(), _history),
     Part("rows", lambda session: session.metrics.history.rows_state()),
@@ -207,7 +209,7 @@ _HOOKS = (
     Part(
         "evaluations due",
         lambda session: session.due.state,
-        lambda to, one: to.session.due.restore(placed(to.session, one)),
+        lambda to, value: to.session.due.restore(placed(to.session, value)),
         each_rank=True,
     ),
     _state("losses", lambda session: session.metrics.losses, each_rank=True),
@@ -215,12 +217,14 @@ _HOOKS = (
     Part("callbacks of the rank", lambda session: _states_of(session, each_rank=True) or None, each_rank=True, optional=True),
     Part(
         "weight_sets",
-        lambda session: {name: [one.callback, *one.held] for name, one in holders_in(session.hooks).items() if one.held},
+        lambda session: {
+            name: [value.callback, *value.held] for name, value in holders_in(session.hooks).items() if value.held
+        },
     ),
     Part(
         "schedules",
         lambda session: session.hooks.schedules_at(session.progress),
-        lambda to, one: to.session.hooks.restore_schedules(one, to.session.progress),
+        lambda to, value: to.session.hooks.restore_schedules(value, to.session.progress),
     ),
 )
 PARTS: tuple[Part, ...] = (
@@ -335,7 +339,7 @@ class Written(NamedTuple):
         """Return the entries of the saved and the current configuration that must agree; those `declared` may differ."""
         others = session.driver.data_world_size != self.ranks
         free = {*declared, *(_OF_RANKS if others else ()), *(["batches an epoch"] if "batch_size" in declared else [])}
-        before, now = ({key: value for key, value in one.items() if key not in free} for one in (saved, current))
+        before, now = ({key: value for key, value in facts.items() if key not in free} for facts in (saved, current))
         whole = self.dealt and session.cursor.source.shard.share_data and self.batches is not None
         if others and whole and "batch_size" not in declared:
             before["batches"], now["batches"] = self.batches, length_of(session.loader)

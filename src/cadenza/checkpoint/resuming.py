@@ -117,7 +117,7 @@ def _how_to_continue(progress: Progress) -> str:
 
 def tell_how_to_go_on(session: Session, resume: object) -> None:
     """Tell, after a run that a signal ended, where it is saved and how it goes on."""
-    saved = next((one.data for one in reversed(session.run.decisions) if one.what == "saved"), None)
+    saved = next((decision.data for decision in reversed(session.run.decisions) if decision.what == "saved"), None)
     if saved is None:
         tell(session, "nothing of this run is saved. Add Checkpoint(...) to callbacks, and give directory=.")
         return
@@ -135,7 +135,7 @@ def begin(session: Session, directory: RunDirectory | None, start: Start, facts:
             kept = branch_files.keep(directory.path, start.left)
             branch_files.drop_old(directory.path)  # no checkpoint needs them, else there is no new start
         # A rollback is written only after the checkpoint has been restored.
-        previous = {name: one for name in ("branch", "parent") if (one := (directory.previous or {}).get(name)) is not None}
+        previous = {name: fact for name in ("branch", "parent") if (fact := (directory.previous or {}).get(name)) is not None}
         known = {"data": data} if not start.is_anew and (data := (directory.previous or {}).get("data")) else {}
         directory.when_gone = partial(boundary.make_again, proxy(session))
         directory.begin({**facts, **known, **start.facts(), **(previous if start.rolls_back else {})})
@@ -523,13 +523,15 @@ class RunSoFar:
             CheckpointError: No existing checkpoint can be used, and a new start would waste one.
         """
         branch, line = self.catalogue.branch, self.catalogue.line()
-        own = [one for one in line if one.branch is None or one.branch.number == branch.number]
+        own = [entry for entry in line if entry.branch is None or entry.branch.number == branch.number]
         # The checkpoint at which the branch began may be inexact, since the user named it.
         first = branch.ancestors[-1] if branch.ancestors else None
         known_first = () if first is None else (*self.begun, *line)
-        begun = [one for one in known_first if one.branch is not None and one.branch.point(one.name) == first]
-        others = [one for one in line if one not in own and one not in begun]
-        newest, skipped = first_usable([*own, *begun, *others], lambda one: self.reader.problem(one, exact=one not in begun))
+        begun = [entry for entry in known_first if entry.branch is not None and entry.branch.point(entry.name) == first]
+        others = [entry for entry in line if entry not in own and entry not in begun]
+        newest, skipped = first_usable(
+            [*own, *begun, *others], lambda entry: self.reader.problem(entry, exact=entry not in begun)
+        )
         for reason in dict.fromkeys(skipped):
             logger.warning("skipped a checkpoint: %s", reason)
         return self._without_checkpoint() if newest is None else self._continuing(self.reader.read(newest))
@@ -540,7 +542,7 @@ class RunSoFar:
     def _without_checkpoint(self) -> Start:
         """Return the start of a run without a checkpoint at which it can continue. Raises as `start_at_newest`."""
         known, branch, is_over = self.catalogue, self.catalogue.branch, self.ended is not None
-        unusable = [_unusable(one, self.reader) for _, one in known.ranked]
+        unusable = [_unusable(entry, self.reader) for _, entry in known.ranked]
         lost = tuple(why for why, _ in unusable)
         # After the end of the run only damage counts: there is no new start.
         wasted = {"damaged"} if is_over else {"damaged", "weights only", "abandoned"}
@@ -551,7 +553,7 @@ class RunSoFar:
                 "Repair or remove them, name one with fit(resume=PATH), or give another directory=."
             )
         if is_over:
-            models = [one for one in known.line() if one.manifest is not None and one.manifest.get("weights_only")]
+            models = [entry for entry in known.line() if entry.manifest is not None and entry.manifest.get("weights_only")]
             model, _ = first_usable(models, self.reader.problem)
             return Start(branch, None if model is None else self.reader.read(model), self.path, lost=lost)
         if self.path is not None and (self.openable is None or branch.ancestors[-1].run != branch.run):
@@ -585,7 +587,7 @@ def _entry_at(path: str) -> Entry:
     store, entry = checkpoint_at(path)
     if entry is not None:
         return entry
-    found = [one.name for one in store.saved()]
+    found = [entry.name for entry in store.saved()]
     there = f"expected one of {found} in {str(store.files)!r}" if found else f"{str(store.files)!r} holds none"
     if "://" not in path and os.path.isfile(os.path.join(path, "trainer_state.json")):
         raise CheckpointError(

@@ -104,10 +104,14 @@ class Retention:
             joined: By name of a checkpoint, the callbacks that asked for it after it was written.
         """
         there = {saved.name: saved for saved in self.store.saved()}
-        self._read = {name: one for name, one in self._read.items() if name in there}
+        self._read = {name: value for name, value in self._read.items() if name in there}
         new = [self.store.entry(saved) for name, saved in there.items() if name not in self._read]
-        readable = [(one, one.manifest, one.branch) for one in new if one.manifest is not None and one.branch is not None]
-        began = min((one for _, facts, _ in readable if isinstance(one := facts.get("time"), int | float)), default=0.0)
+        readable = [
+            (judged, judged.manifest, judged.branch)
+            for judged in new
+            if judged.manifest is not None and judged.branch is not None
+        ]
+        began = min((time for _, facts, _ in readable if isinstance(time := facts.get("time"), int | float)), default=0.0)
         earlier = any(member.earlier for member in self.members.values())
         for entry, facts, branch in readable:
             self._read[entry.name] = None
@@ -115,7 +119,7 @@ class Retention:
             if rank is not None and branch.run == self.store.branch.run:  # else it belongs to a run that this one continues
                 known = Known.of(entry.saved, rank, facts, began, joined.get(entry.name, ()))
                 self._read[entry.name] = self._with_earlier(known) if earlier else known
-        own = (one for one in self._read.values() if one is not None and one.owners & self.members.keys())
+        own = (value for value in self._read.values() if value is not None and value.owners & self.members.keys())
         self.known = sorted(own, key=attrgetter("rank"))
 
     def begin(self, names: Collection[str]) -> tuple[list[str], list[str]]:
@@ -131,7 +135,7 @@ class Retention:
         notes = noted(self.store)
         before, now, checkpoints = notes["callbacks"], self._texts(), notes["checkpoints"]
         self.read({name: note["asked_by"] for name, note in checkpoints.items()})
-        line = [one for one in line_of(self.known) if not one.abandoned]
+        line = [checkpoint for checkpoint in line_of(self.known) if not checkpoint.abandoned]
         self.began = line[-1].began if line else time.time()
         changes = [
             f"{name} keeps {', '.join(now[name])}; until now {', '.join(before[name])}"
@@ -158,7 +162,7 @@ class Retention:
 
     def join(self, name: str, asking: Iterable[str]) -> bool:
         """Note that callbacks ask for a checkpoint that exists; return whether that is new."""
-        index = next((index for index, one in enumerate(self.known) if one.name == name), None)
+        index = next((index for index, checkpoint in enumerate(self.known) if checkpoint.name == name), None)
         if index is None or not (new := set(asking) - self.known[index].owners):
             return False
         self.known[index] = self._read[name] = replace(self.known[index], owners=self.known[index].owners | new)
@@ -173,18 +177,20 @@ class Retention:
     def facts(self, at: Counters, asking: Iterable[str], batches_per_epoch: int | None) -> dict[str, Any]:
         """Return the facts for the manifest of the checkpoint that is written after this step."""
         new = self._judging(at.step)
-        values = {one.best.name: one.value for one in new}
-        averaged = {one.best.name: one.weights for one in new if one.weights is not None}
+        values = {judged.best.name: judged.value for judged in new}
+        averaged = {judged.best.name: judged.weights for judged in new if judged.weights is not None}
         known = {} if batches_per_epoch is None else {"batches_per_epoch": batches_per_epoch}
         return {"asked_by": sorted(asking), "values": values, "averaged": averaged, "began": self.began, **known}
 
     def judges(self, step: int) -> bool:
         """Return whether a checkpoint of a step may be among the best, if its weights are finite."""
-        return bool(self._judging(step)) or (bool(self.watching) and any(one.saved.step == step for one in self.known))
+        return bool(self._judging(step)) or (
+            bool(self.watching) and any(checkpoint.saved.step == step for checkpoint in self.known)
+        )
 
     def averaged(self, step: int) -> str | None:
         """Return the name of the averaged weights that were chosen after `step`. The first rule decides."""
-        return next((one.weights for _, one in self.watching if one.chosen_at == step), None)
+        return next((tracker.weights for _, tracker in self.watching if tracker.chosen_at == step), None)
 
     def write(self, saved: Saved, facts: Mapping[str, Any]) -> None:
         """Note a checkpoint that is about to be written."""
@@ -201,19 +207,23 @@ class Retention:
                 facts = watching.monitor.best_data(value=best.values[name], step=best.saved.step)
                 averaged = {"weights": best.averaged[name]} if name in best.averaged else {}
                 bests.append({**facts, "checkpoint": best.name, **averaged})
-        return [one for index, one in enumerate(bests) if one not in bests[:index]]
+        return [best for index, best in enumerate(bests) if best not in bests[:index]]
 
     # -- keep and delete ------------------------------------------------------------------------------
 
     def kept(self) -> dict[str, list[dict[str, str]]]:
         """Return the callbacks and rules that keep each checkpoint, by its name."""
-        own = {one.name for one in self.known}
+        own = {checkpoint.name for checkpoint in self.known}
         kept = {name: list(by) for name, by in self._left.items() if by and name in own}
         for member in self.members.values():
-            line = [one for one in self.known if member.name in one.owners] if member.keep.keeps_all else self._line_of(member)
+            line = (
+                [checkpoint for checkpoint in self.known if member.name in checkpoint.owners]
+                if member.keep.keeps_all
+                else self._line_of(member)
+            )
             for text, keeps in member.rules:
-                for one in keeps(line):
-                    kept.setdefault(one.name, []).append({"callback": member.name, "rule": text})
+                for keep in keeps(line):
+                    kept.setdefault(keep.name, []).append({"callback": member.name, "rule": text})
         return kept
 
     def apply(self, newest: Saved | None = None) -> list[str]:
@@ -232,13 +242,13 @@ class Retention:
         self.read()
         self.under_way = None  # not before it is known: the training thread may compare a result with it
         kept = self.kept()
-        line = (one for one in reversed(self.known) if one.rank[0] and one.whole)
-        resumable = next((one.saved for one in line if self.store.can_continue(one.saved)), None)
-        own = {one.name for one in self.known}
-        for one in (newest, resumable):
-            if one is not None and one.name in own:
-                kept.setdefault(one.name, [{"callback": "", "rule": NEWEST}])
-        gone = [one.name for one in self.known if one.name not in kept]
+        line = (checkpoint for checkpoint in reversed(self.known) if checkpoint.rank[0] and checkpoint.whole)
+        resumable = next((checkpoint.saved for checkpoint in line if self.store.can_continue(checkpoint.saved)), None)
+        own = {checkpoint.name for checkpoint in self.known}
+        for checkpoint in (newest, resumable):
+            if checkpoint is not None and checkpoint.name in own:
+                kept.setdefault(checkpoint.name, [{"callback": "", "rule": NEWEST}])
+        gone = [checkpoint.name for checkpoint in self.known if checkpoint.name not in kept]
         problem = None
         try:
             self.store.set_links(self.links(kept), gone)
@@ -247,7 +257,7 @@ class Retention:
         self._note(kept, gone)
         if gone:
             self.store.delete(gone)
-        self.known = [one for one in self.known if one.name in kept]
+        self.known = [checkpoint for checkpoint in self.known if checkpoint.name in kept]
         if problem is not None:
             raise problem
         return gone
@@ -257,9 +267,9 @@ class Retention:
 
         ``best`` is that of the first rule; of several rules, each has its own as well.
         """
-        line = [one.name for one in line_of(self.known) if one.rank[0] and one.name in kept]
+        line = [checkpoint.name for checkpoint in line_of(self.known) if checkpoint.rank[0] and checkpoint.name in kept]
         all_bests = self.bests() if self.watching else []
-        bests = [(one["monitor"], one["checkpoint"]) for one in all_bests if one["checkpoint"] in kept]
+        bests = [(best["monitor"], best["checkpoint"]) for best in all_bests if best["checkpoint"] in kept]
         links = {best_link(monitor): name for monitor, name in reversed(bests)} if len(self.watching) > 1 else {}
         if bests and BEST in self.sets:
             links[BEST] = bests[0][1]
@@ -275,32 +285,32 @@ class Retention:
     @property
     def watching(self) -> list[tuple[Member, Watching]]:
         """The `Best` rules of all callbacks."""
-        return [(member, one) for member in self.members.values() for one in member.watching]
+        return [(member, tracker) for member in self.members.values() for tracker in member.watching]
 
     def _judging(self, step: int) -> list[Watching]:
         """Return the rules that have a finite result of a step."""
-        return [one for _, one in self.watching if one.step == step and math.isfinite(one.value)]
+        return [tracker for _, tracker in self.watching if tracker.step == step and math.isfinite(tracker.value)]
 
     def _line_of(self, member: Member) -> list[Known]:
         known = self.known if self.under_way is None else [*self.known, self.under_way]
-        return [one for one in line_of(known) if member.name in one.owners]
+        return [checkpoint for checkpoint in line_of(known) if member.name in checkpoint.owners]
 
     def _with_earlier(self, known: Known) -> Known:
-        earlier = [one for member in self.members.values() for one in member.earlier.items()]
-        found = {monitor: one for monitor, one in earlier if one.get("name") == known.name}
-        values = {monitor: one["best"] for monitor, one in found.items()}
-        averaged = {monitor: one["weights"] for monitor, one in found.items() if one.get("weights")}
+        earlier = [value for member in self.members.values() for value in member.earlier.items()]
+        found = {monitor: checkpoint for monitor, checkpoint in earlier if checkpoint.get("name") == known.name}
+        values = {monitor: match["best"] for monitor, match in found.items()}
+        averaged = {monitor: match["weights"] for monitor, match in found.items() if match.get("weights")}
         return replace(known, values={**values, **known.values}, averaged={**averaged, **known.averaged})
 
     def _texts(self) -> dict[str, list[str]]:
-        return {member.name: [one.text for one in member.rules] for member in self.members.values()}
+        return {member.name: [rule.text for rule in member.rules] for member in self.members.values()}
 
     def _note(self, kept: Mapping[str, Any], gone: Collection[str]) -> None:
         """Write which rules keep which checkpoints, for other processes and for a resume."""
         with _WRITING:  # another retention of this process may write to the same folder
             facts = noted(self.store, self._notes)
             there = {*self.store.files.folders()} - {*gone}
-            notes = {name: one for name, one in facts["checkpoints"].items() if name in there}
+            notes = {name: fact for name, fact in facts["checkpoints"].items() if name in there}
             for name, reasons in kept.items():
                 known = self._read[name]
                 notes[name] = {"asked_by": sorted(known.owners if known is not None else ()), "kept_by": reasons}
@@ -338,4 +348,4 @@ def noted(store: Store, known: tuple[bytes, Notes] = (b"", {})) -> Notes:
 
 def kept_by(store: Store) -> dict[str, list[dict[str, str]]]:
     """Return the callbacks and rules that keep the checkpoints of the store's run, by their names; empty without notes."""
-    return {name: one["kept_by"] for name, one in noted(store)["checkpoints"].items()}
+    return {name: value["kept_by"] for name, value in noted(store)["checkpoints"].items()}

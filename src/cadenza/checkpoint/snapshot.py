@@ -155,7 +155,7 @@ def restore(session: Session, loaded: Loaded, *, strict: bool = False) -> None:
     before, now = state["environment"], environment_of(session)
     if others := session.driver.data_world_size != written.ranks:
         now["ranks"] = before.get("ranks")
-    for difference in _differences(before, {**before, **{name: one for name, one in now.items() if name in before}}):
+    for difference in _differences(before, {**before, **{name: value for name, value in now.items() if name in before}}):
         session.warn(f"{loaded.name} was written elsewhere, so the result may not be bit-identical: {difference}")
     session.given.tell(session.run, loaded.name, found, state.get("given", {}))
     if others:
@@ -171,8 +171,8 @@ def _agreed(session: Session, loaded: Loaded) -> tuple[Written, list[Difference]
     found = session.given.differences(session.run, given)
     if "accumulate" in override and saved["accumulate"] != config["accumulate"]:
         found.append(Difference("accumulate", "", saved["accumulate"], config["accumulate"], present=True))
-    declared = {one.name for one in found} & {"accumulate", "batch_size"} & {*override}
-    samples = [str(one) for one in found if one.samples and one.name not in declared]
+    declared = {difference.name for difference in found} & {"accumulate", "batch_size"} & {*override}
+    samples = [str(difference) for difference in found if difference.samples and difference.name not in declared]
     if found:
         _check_settings(name, found, state["optimizers"])
     saved, config = written.must_agree(session, saved, config, declared)
@@ -211,7 +211,7 @@ def load_model(session: Session, loaded: Loaded) -> None:
     left_out, model = left_out_of(loaded.state), session.module
     weights = {plain_name(name): weight for name, weight in loaded.model.items()}
     saved = {name: list(weight.shape) for name, weight in weights.items()}
-    saved |= {name: one["shape"] for name, one in left_out.items()}
+    saved |= {name: value["shape"] for name, value in left_out.items()}
     whole, own = "model_extra" in loaded.state, config_of(session)["model"]  # else it holds weights only, perhaps not of all
     own = own if whole else {name: own[name] for name in saved if name in own}
     free = changed_buffers(loaded.state) & buffers_of(model).keys()
@@ -222,7 +222,9 @@ def load_model(session: Session, loaded: Loaded) -> None:
     if differing and not load_by_model(model, {**kept, **weights, **extra}):
         raise CheckpointMismatchError(_mismatch(loaded.name, _differences(saved, own)))
     if tied := untied(model, {**kept, **weights}):
-        raise CheckpointMismatchError(_mismatch(loaded.name, [f"{one} is tied to {other} now" for one, other in tied.items()]))
+        raise CheckpointMismatchError(
+            _mismatch(loaded.name, [f"{name} is tied to {other} now" for name, other in tied.items()])
+        )
     result = load_into(model, {**kept, **weights, **extra})
     missing = [*getattr(result, "unexpected_keys", ()), *map(plain_name, getattr(result, "missing_keys", ()))]
     missing = [name for name in missing if name in {**present, **weights}]
@@ -248,7 +250,7 @@ def config_of(session: Session) -> dict[str, Any]:
 
 def _may_be_declared(differences: Sequence[str]) -> str:
     """Return how to continue with another batch size or accumulation, if the differences follow from these alone."""
-    names = dict.fromkeys(one.partition(":")[0] for one in differences)
+    names = dict.fromkeys(difference.partition(":")[0] for difference in differences)
     meant = [name for name in names if name in ("accumulate", "batch_size")]
     if not meant or {*names} - {*meant, "batches an epoch"}:
         return ""
@@ -265,19 +267,19 @@ _STATE_OF = {
 
 def _check_settings(name: str, found: Sequence[Difference], optimizers: Sequence[Mapping[str, Any]]) -> None:
     """Refuse a schedule of another class, in which the saved one cannot continue, and an option that needs other states."""
-    if classes := [str(one) for one in found if one.name == "scheduler" and not one.present]:
+    if classes := [str(difference) for difference in found if difference.name == "scheduler" and not difference.present]:
         raise CheckpointMismatchError(
             f'{_mismatch(name, classes)} fit(resume=..., override=("scheduler",)) makes the present schedule and steps it to '
             "the step of the checkpoint."
         )
     known = [optimizer["state"] for optimizer in optimizers if is_of_torch(optimizer)]
     states = [state for held in known for state in held.values() if isinstance(state, Mapping)]
-    for one in found:
-        needed, always = _STATE_OF.get(one.name, ("", ""))
-        if one.present and one.now and any(always in state and needed not in state for state in states):
+    for difference in found:
+        needed, always = _STATE_OF.get(difference.name, ("", ""))
+        if difference.present and difference.now and any(always in state and needed not in state for state in states):
             raise CheckpointMismatchError(
-                f"{_mismatch(name, [str(one)])} {one.name} needs the state {needed!r} of each parameter, which the checkpoint "
-                f"does not have: remove {one.name!r} from override."
+                f"{_mismatch(name, [str(difference)])} {difference.name} needs the state {needed!r} of each parameter, which "
+                f"the checkpoint does not have: remove {difference.name!r} from override."
             )
 
 

@@ -135,7 +135,7 @@ def export_weights(
 
 def write_chosen(chosen: Chosen, target: str | PathLike[str]) -> None:
     """Write weights to one safetensors file; its folder is made."""
-    _write({name: one if isinstance(one, Tensor) else one.read() for name, one in chosen.tensors.items()}, target)
+    _write({name: tensor if isinstance(tensor, Tensor) else tensor.read() for name, tensor in chosen.tensors.items()}, target)
 
 
 def _write(weights: dict[str, Tensor], path: str | PathLike[str]) -> None:
@@ -193,16 +193,16 @@ class Chosen:
         Raises:
             CheckpointMismatchError: One does not, and `strict`; or frozen weights were left out that the model does not have.
         """
-        given, own = {plain_name(name): one for name, one in self.tensors.items()}, state_of(model)
+        given, own = {plain_name(name): tensor for name, tensor in self.tensors.items()}, state_of(model)
         free = self.changed & buffers_of(model).keys()
         if strict:
-            missing = {name: one for name, one in self.left_out.items() if name not in given}
+            missing = {name: value for name, value in self.left_out.items() if name not in given}
             given |= unchanged(missing, own, self.where)
-        tensors = {name: one for name, one in own.items() if isinstance(one, Tensor)}
+        tensors = {name: value for name, value in own.items() if isinstance(value, Tensor)}
         wrong = {name: _misfit(name, given.get(name), tensors.get(name)) for name in {**tensors, **given} if name not in free}
         differing = [name for name, problem in wrong.items() if problem]
         if not (strict and differing):
-            tied = untied(model, {name: one for name, one in given.items() if name not in differing})
+            tied = untied(model, {name: value for name, value in given.items() if name not in differing})
             wrong |= {name: f"{name} and {other} have other values, and the model ties them" for name, other in tied.items()}
             differing += tied
         misfits = [str(wrong[name]) for name in differing]
@@ -211,7 +211,7 @@ class Chosen:
                 f"{self.where} does not fit the model, which is as it was. It differs in {len(misfits)}: "
                 f"{some(misfits)}. Give the model it was made of, or strict=False to take what fits."
             )
-        kept = {name: one for name, one in given.items() if name not in differing}
+        kept = {name: value for name, value in given.items() if name not in differing}
         return kept, misfits
 
 
@@ -438,7 +438,7 @@ def unchanged(left_out: Mapping[str, Mapping[str, Any]], own: Mapping[str, Any],
     Raises:
         CheckpointMismatchError: A weight is missing, or has other values than at the save.
     """
-    other = [name for name, one in left_out.items() if name not in own or described(own[name]) != dict(one)]
+    other = [name for name, value in left_out.items() if name not in own or described(own[name]) != dict(value)]
     if other:
         raise CheckpointMismatchError(
             f"{where} leaves out frozen weights, and {len(other)} of them differ in this model: {', '.join(other[:5])}. "
@@ -467,21 +467,21 @@ def changed_of(session: Session, config: Mapping[str, Any]) -> dict[str, Any]:
     return {} if _agree(config, start) else {CHANGED: _changes(session, start, config)}
 
 
-def _agree(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    return all(one[part] == other[part] for part in ("model", "parameter groups"))
+def _agree(checkpoint: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    return all(checkpoint[part] == other[part] for part in ("model", "parameter groups"))
 
 
 def _changes(session: Session, start: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
     before, now, slots = start["model"], config["model"], buffers_of(session.module)
     differing = [name for name in {**before, **now} if before.get(name) != now.get(name)]
-    named = {id(one): plain_name(name) for name, one in session.module.named_parameters()}
+    named = {id(weight): plain_name(name) for name, weight in session.module.named_parameters()}
     groups = [
-        [[named.get(id(one)) for one in group["params"]] for group in optimizer.param_groups[len(first) :]]
+        [[named.get(id(parameter)) for parameter in group["params"]] for group in optimizer.param_groups[len(first) :]]
         for optimizer, first in zip(session.optimizers, start["parameter groups"], strict=True)
     ]
     lost = [name for name in differing if name not in slots and not decides(session.module, differing)]
     lost += ["a parameter group with parameters outside of the model" for new in groups for group in new if None in group]
-    if lost and not any(one.what == "not resumable" for one in session.run.decisions):
+    if lost and not any(decision.what == "not resumable" for decision in session.run.decisions):
         told = (
             f"a hook changed what the run trains: {some(lost)}. A run that continues does not have it, so its checkpoints will "
             "be refused. Make it before the run, or in on_setup"
@@ -505,7 +505,10 @@ def as_at_start(session: Session, state: Mapping[str, Any], config: Mapping[str,
 
 def _without_changes(session: Session, state: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
     saved, changed = dict(state["config"]), changed_buffers(state) & buffers_of(session.module).keys()
-    session.restored.config = {**config, "model": {name: one for name, one in config["model"].items() if name not in changed}}
+    session.restored.config = {
+        **config,
+        "model": {name: value for name, value in config["model"].items() if name not in changed},
+    }
     saved["model"] = {
         name: config["model"][name] if name in changed else shape
         for name, shape in ((plain_name(name), shape) for name, shape in saved["model"].items())
@@ -528,7 +531,7 @@ def _without_changes(session: Session, state: Mapping[str, Any], config: Mapping
 
 def add_groups(session: Session, state: Mapping[str, Any]) -> None:
     """Add the parameter groups of a checkpoint that a hook had added to the optimizers."""
-    parameters = {plain_name(name): one for name, one in session.module.named_parameters()}
+    parameters = {plain_name(name): weight for name, weight in session.module.named_parameters()}
     sizes, groups = state["config"]["parameter groups"], state[CHANGED]["groups"]
     for optimizer, saved, new, before in zip(session.optimizers, state["optimizers"], groups, sizes, strict=True):
         if len(optimizer.param_groups) < len(before):

@@ -152,7 +152,7 @@ class CheckpointWriter:
         if (block := self.session.blocks.left_by(error)) and not self._half_changed:
             self._half_changed = True
             self._report_no_save(f"the error {error!r} left the block of {block}")
-        savers = [one.name for one in self.retention.members.values() if one.saves_errors]
+        savers = [member.name for member in self.retention.members.values() if member.saves_errors]
         if savers and self.session.progress.step:
             self.save(f"an error: {error!r}", savers, last=True)
 
@@ -180,7 +180,7 @@ class CheckpointWriter:
         facts = [{**fact, "path": f"{folder}/{fact['checkpoint']}"} for fact in self.retention.bests()]
         if facts and self.session.driver.is_main and not self._told_best:  # once, for all callbacks
             self._told_best = True
-            told = ", ".join(f"{one['monitor']} {best_text(one)} at step {one['step']} in {one['path']}" for one in facts)
+            told = ", ".join(f"{fact['monitor']} {best_text(fact)} at step {fact['step']} in {fact['path']}" for fact in facts)
             self.session.decide("best kept", told, who=", ".join(self.names), data={"best": facts})
 
     @property
@@ -240,7 +240,7 @@ class CheckpointWriter:
         session, who, step = self.session, ", ".join(sorted(asking)), self.session.progress.step
         blocks = [str(block) for block in session.blocks.open]
         if session.sync.together:
-            blocks = [f"{one} on rank {rank}" for rank, some in enumerate(session.driver.gather(blocks)) for one in some]
+            blocks = [f"{block} on rank {rank}" for rank, some in enumerate(session.driver.gather(blocks)) for block in some]
         by = ", ".join(blocks)
         if last:
             self._report_no_save(f"saves are blocked by {by}")
@@ -273,8 +273,8 @@ class CheckpointWriter:
         waits = False
         if session.cursor.in_epoch and progress.batch_in_epoch == progress.batches_per_epoch:
             savers = {name for saver in session.savers if isinstance(saver, CheckpointWriter) for name in saver.names}
-            others = [one for one in hooks.by_moment.get(Callback.on_epoch_end, ()) if one.owner not in savers]
-            waits = all(one.silent for one in others)
+            others = [hook for hook in hooks.by_moment.get(Callback.on_epoch_end, ()) if hook.owner not in savers]
+            waits = all(other.silent for other in others)
         return bool(session.driver.broadcast(waits)) if session.sync.together else waits
 
     def _save(self, reason: str, asking: Collection[str]) -> None:
@@ -331,14 +331,14 @@ class CheckpointWriter:
     def _take_up(self) -> None:
         """Report changes of the rules, set the links, and delete what a killed process was about to delete."""
         session, retention = self.session, self.retention
-        savers = [one for one in session.savers if isinstance(one, CheckpointWriter)]
-        beside = [one for one in savers if str(one.store.files) == str(self.store.files)]
-        whole = [one for one in beside if not one.weights_only]
-        bests = [one for one in beside if any(member.keep.best for member in one.retention.members.values())]
+        savers = [saver for saver in session.savers if isinstance(saver, CheckpointWriter)]
+        beside = [saver for saver in savers if str(saver.store.files) == str(self.store.files)]
+        whole = [writer for writer in beside if not writer.weights_only]
+        bests = [writer for writer in beside if any(member.keep.best for member in writer.retention.members.values())]
         retention.sets = frozenset(
             link for link, first in ((LAST, [*whole, *beside][0]), (BEST, bests[0] if bests else None)) if first is self
         )
-        changes, missing = retention.begin([name for one in beside for name in one.names])
+        changes, missing = retention.begin([name for writer in beside for name in writer.names])
         for sentence in changes:
             session.decide("rules changed", sentence, who=", ".join(self.names))
         for sentence in (*changes, *missing):
@@ -348,7 +348,7 @@ class CheckpointWriter:
         decide, facts, reason = self.session.decide, save.content.facts, save.content.facts["reason"]
         again = f", at attempt {save.attempts}" if save.attempts > 1 else ""
         who = ", ".join(facts["asked_by"])
-        best = [best_brief(one) for one in self.retention.bests() if one["checkpoint"] == saved.name]
+        best = [best_brief(best) for best in self.retention.bests() if best["checkpoint"] == saved.name]
         data = {"checkpoint": saved.name, "step": saved.step, "attempts": save.attempts, "reason": reason, "best": best}
         decide("saved", f"{saved.name}: {reason}{again}", who=who, data=data)
         if isinstance(pruned, Exception):

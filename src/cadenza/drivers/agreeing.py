@@ -62,7 +62,7 @@ def decided(meeting: Meeting, act: Callable[[], T], decide: Callable[[list[T]], 
     everyone = meeting.gather_on_main((own, _told(error)))
     result, problems = None, [problem for _, problem in everyone]
     if meeting.rank == 0 and not any(problems):
-        result, error = _attempt(lambda: decide([one for one, _ in everyone]))
+        result, error = _attempt(lambda: decide([rank_value for rank_value, _ in everyone]))
         problems = [_told(error)]
     result, problems = meeting.broadcast((result, problems))
     _raise_first(error, problems, failed)

@@ -119,7 +119,7 @@ class Comparison:
         store.set(f"{self._name}/call/{self._rank}", json.dumps(call | {"end": f"{key}/end"}))
         first = json.loads(store.compare_set(f"{key}/first", "", json.dumps(call)))
         if (first["what"], first["who"]) != (call["what"], call["who"]):
-            calls = sorted((first, call), key=lambda one: int(one["rank"]))
+            calls = sorted((first, call), key=lambda call: int(call["rank"]))
             self._end(store, key, f"the ranks make different calls: {'; '.join(map(_told, calls))}")
         elif store.add(f"{key}/came", 1) == len(ranks):
             store.compare_set(f"{key}/end", "", "all came")

@@ -53,8 +53,8 @@ def leaves_of(loss: Tensor) -> set[Tensor]:
 
 def sparse_in(model: nn.Module) -> set[Tensor]:
     """Return the weights of embeddings with sparse gradients."""
-    embeddings = (one for one in model.modules() if isinstance(one, nn.Embedding | nn.EmbeddingBag))
-    return {one.weight for one in embeddings if one.sparse}
+    embeddings = (module for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag))
+    return {embedding.weight for embedding in embeddings if embedding.sparse}
 
 
 class _Nothing(torch.autograd.Function):
@@ -65,7 +65,7 @@ class _Nothing(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> Any:
-        return None, *(_zeros(one, sparse=sparse) for one, sparse in zip(ctx.parameters, ctx.sparse, strict=True))
+        return None, *(_zeros(parameter, sparse=sparse) for parameter, sparse in zip(ctx.parameters, ctx.sparse, strict=True))
 
 
 def _zeros(like: Tensor, *, sparse: bool) -> Tensor:
@@ -117,7 +117,7 @@ def state_and_hook(given: Any) -> tuple[object, CommHook] | None:
 
 def _check_same(parameters: list[nn.Parameter], call: int) -> None:
     """Raise `DistributedError` if the weights of a bucket differ between ranks. Every rank must call this."""
-    lowest = torch.stack([_sum_of_bytes(one) for one in parameters])
+    lowest = torch.stack([_sum_of_bytes(parameter) for parameter in parameters])
     highest = lowest.clone()
     dist.all_reduce(lowest, dist.ReduceOp.MIN)
     dist.all_reduce(highest, dist.ReduceOp.MAX)

@@ -295,7 +295,7 @@ class Failure:
         if isinstance(error, DistributedError) or not _is_lost_contact(error):
             return None
         waited_s, keys = self._waited(error), [_ENTERED.format(rank) for rank in range(ranks)]
-        found = within(10, lambda: [int(one) for one in _store().multi_get(keys)]) or []
+        found = within(10, lambda: [int(count) for count in _store().multi_get(keys)]) or []
         missing = [rank for rank, entered in enumerate(found) if entered < number]
         if not missing:
             return DistributedError(self._unknown(waited_s))

@@ -184,7 +184,7 @@ class FsdpDriver(GroupDriver):
             return self._materialized(model).to(self.device)
         chosen = _chosen(self.shard, model, "shard")
         _check_ties(model, chosen)
-        self.share_tensors(one.detach() for one in [*model.parameters(), *model.buffers()] if not one.is_meta)
+        self.share_tensors(parameter.detach() for parameter in [*model.parameters(), *model.buffers()] if not parameter.is_meta)
         if self._tensor_parallel is not None:
             self._tensor_parallel.apply(model, self._mesh()[self._names[-1]])
         for module in _chosen(self.checkpoint_activations, model, "checkpoint_activations"):
@@ -210,7 +210,7 @@ class FsdpDriver(GroupDriver):
             "offload_policy": CPUOffloadPolicy(self.device.type == "cuda") if self.cpu_offload else OffloadPolicy(),
         }
         # Inner modules first; the model last, with the other parameters.
-        for module in [*reversed([one for one in chosen if one is not model]), model]:
+        for module in [*reversed([module for module in chosen if module is not model]), model]:
             fully_shard(module, mesh=self._data_mesh(), **options)
         sharded: Any = model
         if callable(reduce_all := getattr(sharded, "set_reduce_scatter_unused_params", None)):  # older torch has no such method
@@ -273,7 +273,7 @@ class FsdpDriver(GroupDriver):
         from torch.distributed.tensor import DTensor
 
         # FSDP has reduced the others.
-        return super().average_gradients([one for one in parameters if not isinstance(one, DTensor)], also)
+        return super().average_gradients([parameter for parameter in parameters if not isinstance(parameter, DTensor)], also)
 
     def reduce_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         raise DistributedError(
@@ -317,7 +317,7 @@ def _check_ties(model: nn.Module, chosen: list[nn.Module]) -> None:
     owners: dict[int, tuple[str, int]] = {}
     for module_name, module in model.named_modules(remove_duplicate=False):
         path = [model.get_submodule(module_name.rsplit(".", depth)[0]) for depth in range(module_name.count(".") + 1)]
-        owner = id(next((one for one in path if one in chosen), model))
+        owner = id(next((part for part in path if part in chosen), model))
         for name, parameter in module.named_parameters(module_name, recurse=False):
             first, its_owner = owners.setdefault(id(parameter), (name, owner))
             if its_owner != owner:

@@ -262,7 +262,7 @@ class GroupDriver(Driver):
         self.any_rank(False)
 
     def check_trainable(self, model: nn.Module) -> None:
-        if self.device.type == "cpu" and any(isinstance(one, nn.SyncBatchNorm) for one in model.modules()):
+        if self.device.type == "cpu" and any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
             raise ValueError(
                 "SyncBatchNorm trains on GPUs only, and the ranks are on the CPU: expected BatchNorm layers there. Leave out "
                 "ConvertSyncBatchNorm and torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)."
@@ -275,7 +275,10 @@ class GroupDriver(Driver):
         held, sparse = list(parameters), self.world_size + 1  # a sum above the number of ranks: sparse on one of them
         if not held and not also:
             return also
-        own = [sparse if one.grad is not None and one.grad.is_sparse else one.grad is not None for one in held]
+        own = [
+            sparse if parameter.grad is not None and parameter.grad.is_sparse else parameter.grad is not None
+            for parameter in held
+        ]
         sums = torch.tensor([*(number * self.counts for number in also), *own], dtype=torch.float64)
         sums = self._reduced(sums, "total")
         dense: list[Tensor] = []
@@ -382,7 +385,7 @@ def _exchange_flat(tensors: Iterable[Tensor], exchange: Callable[[Tensor], objec
     alike: dict[tuple[torch.dtype, torch.device], list[list[Tensor]]] = {}
     for tensor in tensors:
         groups = alike.setdefault((tensor.dtype, tensor.device), [[]])
-        if sum(one.nbytes for one in groups[-1]) + tensor.nbytes > _LARGEST_EXCHANGE:
+        if sum(group.nbytes for group in groups[-1]) + tensor.nbytes > _LARGEST_EXCHANGE:
             groups.append([])
         groups[-1].append(tensor)
     with torch.no_grad():

@@ -26,7 +26,7 @@ def check_choice(choice: object, argument: str) -> None:
             f"{argument} must be a pattern such as 'encoder.*', a class of modules, a sequence of these, or a function (name, "
             f"value) -> bool; got a module of the class {type(choice).__name__}. Give its name or its class."
         )
-    if not callable(choice) and not all(isinstance(one, str | type) for one in several):
+    if not callable(choice) and not all(isinstance(item, str | type) for item in several):
         raise TypeError(
             f"{argument} must be a pattern such as 'encoder.*', a sequence of patterns, or a function (name, value) -> bool; "
             f"got {choice!r}"
@@ -37,7 +37,7 @@ def matches(choice: Choice[T], name: str, value: T) -> bool:
     """Return whether a parameter or module is chosen."""
     if callable(choice) and not isinstance(choice, type):
         return choice(name, value)
-    return any(_fits(one, name, value) for one in _patterns(choice))
+    return any(_fits(pattern, name, value) for pattern in _patterns(choice))
 
 
 def named_matches(choice: Choice[T], named: Mapping[str, T], *, argument: str, kind: str) -> dict[str, T]:
@@ -64,10 +64,10 @@ def named_matches(choice: Choice[T], named: Mapping[str, T], *, argument: str, k
         if not found:
             raise ValueError(f"{argument}: the function chose no {kind} of the model. It has {_few(named)}")
         return found
-    for one in _patterns(choice):
-        if not any(_fits(one, name, value) for name, value in named.items()):
-            closest = nearest(one, named) if isinstance(one, str) else ""
-            raise ValueError(f"{argument}: no {kind} of the model matches {one!r}.{closest} It has {_few(named)}")
+    for pattern in _patterns(choice):
+        if not any(_fits(pattern, name, value) for name, value in named.items()):
+            closest = nearest(pattern, named) if isinstance(pattern, str) else ""
+            raise ValueError(f"{argument}: no {kind} of the model matches {pattern!r}.{closest} It has {_few(named)}")
     return found
 
 
@@ -80,5 +80,7 @@ def _fits(pattern: Pattern, name: str, value: object) -> bool:
 
 
 def _few(named: Mapping[str, object]) -> str:
-    shown = [f"{name} ({type(one).__name__})" if isinstance(one, nn.Module) else name for name, one in named.items() if name]
+    shown = [
+        f"{name} ({type(value).__name__})" if isinstance(value, nn.Module) else name for name, value in named.items() if name
+    ]
     return few(shown, 8) or "none"

@@ -86,9 +86,9 @@ Init = Callable[[nn.Module], object]
 
 def empty_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return the parameters and buffers on the device ``meta``, by name; one that several modules have only once."""
-    if not any(one.is_meta for one in tensors_of(model)):
+    if not any(tensor.is_meta for tensor in tensors_of(model)):
         return {}
-    return {name: one for name, one in [*model.named_parameters(), *model.named_buffers()] if one.is_meta}
+    return {name: tensor for name, tensor in [*model.named_parameters(), *model.named_buffers()] if tensor.is_meta}
 
 
 def tensors_of(model: nn.Module) -> Iterator[Tensor]:
@@ -144,7 +144,7 @@ def materialize(
         return
     seed = meeting.broadcast(draw_seed())
     _allocate(model, device, parameters_on or device)
-    targets = {name: one for name, one in [*model.named_parameters(), *model.named_buffers()] if name in {*names}}
+    targets = {name: tensor for name, tensor in [*model.named_parameters(), *model.named_buffers()] if name in {*names}}
 
     def act() -> None:
         with preserve_rng_state(), torch.no_grad():
@@ -159,8 +159,8 @@ def materialize(
             lambda rank, told: DistributedError(f"rank {rank} cannot initialize the model: {told}"),
         )
     except BaseException:
-        made = {_storage(one) for one in targets.values()}
-        _replace(model, lambda one: torch.empty_like(one, device="meta") if _storage(one) in made else one)
+        made = {_storage(target) for target in targets.values()}
+        _replace(model, lambda tensor: torch.empty_like(tensor, device="meta") if _storage(tensor) in made else tensor)
         raise
 
 
@@ -180,11 +180,11 @@ class _Materializing:
         stored, aliases = {} if weights is None else tensors_in_file(weights), _aliases(model)
         self._found = {name: stored[alias] for name in targets for alias in aliases[name] if alias in stored}
         self._extra = stored.keys() - {alias for name in targets for alias in aliases[name]}
-        self._writes = _Writes({_storage(one) for one in targets.values()})
-        self._needed = {_storage(one) for name, one in targets.items() if name not in self._found}
+        self._writes = _Writes({_storage(target) for target in targets.values()})
+        self._needed = {_storage(target) for name, target in targets.items() if name not in self._found}
 
     def all(self) -> None:
-        if wrong := [name for name, one in self._found.items() if one.shape != tuple(self._targets[name].shape)]:
+        if wrong := [name for name, value in self._found.items() if value.shape != tuple(self._targets[name].shape)]:
             name = wrong[0]
             raise ValueError(
                 f"{self._path} does not fit the model: {counted(len(wrong), 'tensor')} differ in shape, such as {name!r}, "
@@ -193,20 +193,20 @@ class _Materializing:
         if self._path is not None and self._tells:
             self._warn()
         for module in _children_first(self._model, set()):
-            if any(_storage(one) in self._needed for one in tensors_of(module)):
+            if any(_storage(tensor) in self._needed for tensor in tensors_of(module)):
                 self._initialize(module)
         for name, stored in self._found.items():
             target = self._targets[name]
             local(target).copy_(local(laid_out(stored, target)))
             self._writes.kept.add(_storage(target))
-        if lost := [name for name, one in self._targets.items() if _storage(one) not in self._writes.kept]:
+        if lost := [name for name, target in self._targets.items() if _storage(target) not in self._writes.kept]:
             raise ValueError(_lost(self._model, lost))
 
     def _initialize(self, module: nn.Module) -> None:
-        own = {name: one for name, one in _own(module) if _storage(one) in self._needed}
+        own = {name: item for name, item in _own(module) if _storage(item) in self._needed}
         if self._init is not None:
             self._call(self._init, module, own)
-        left = {name: one for name, one in own.items() if _storage(one) not in self._writes.kept}
+        left = {name: value for name, value in own.items() if _storage(value) not in self._writes.kept}
         reset = _reset_of(module)
         if reset is not None and (left or (not own and self._init is None)):
             self._call(lambda _: reset(), module, left)
@@ -267,14 +267,18 @@ class _Writes(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         random = torch.Tag.nondeterministic_seeded in function.tags and args and is_sharded(args[0])
-        written = [one for one in function._schema.arguments if one.alias_info is not None and one.alias_info.is_write]
+        written = [
+            argument
+            for argument in function._schema.arguments
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ]
         if random and (written or function._schema.name.endswith("_like")):
             result = _drawn(function, args, kwargs, in_place=bool(written))
         else:
             result = function(*args, **kwargs)
-        given = dict(zip((one.name for one in function._schema.arguments), args, strict=False)) | kwargs
-        for one in written:
-            for tensor in given[one.name] if isinstance(given.get(one.name), list | tuple) else [given.get(one.name)]:
+        given = dict(zip((argument.name for argument in function._schema.arguments), args, strict=False)) | kwargs
+        for value in written:
+            for tensor in given[value.name] if isinstance(given.get(value.name), list | tuple) else [given.get(value.name)]:
                 if isinstance(tensor, Tensor):
                     self.storages.add(_storage(tensor))
         return result
@@ -299,14 +303,16 @@ def _stand_ins(module: nn.Module, unset: set[int]) -> Iterator[dict[str, Tensor]
     """
     parameters, buffers = dict(module._parameters), dict(module._buffers)
     made: dict[str, Tensor] = {}
-    for name, one in _own(module):
+    for name, item in _own(module):
         values = (
-            torch.empty(one.shape, dtype=one.dtype, device=local(one).device) if _storage(one) in unset else whole(one).clone()
+            torch.empty(item.shape, dtype=item.dtype, device=local(item).device)
+            if _storage(item) in unset
+            else whole(item).clone()
         )
-        made[name] = nn.Parameter(values, one.requires_grad) if isinstance(one, nn.Parameter) else values
+        made[name] = nn.Parameter(values, item.requires_grad) if isinstance(item, nn.Parameter) else values
     try:
-        module._parameters.update({name: made[name] for name, one in parameters.items() if one is not None})  # type: ignore[misc]
-        module._buffers.update({name: made[name] for name, one in buffers.items() if one is not None})
+        module._parameters.update({name: made[name] for name, parameter in parameters.items() if parameter is not None})  # type: ignore[misc]
+        module._buffers.update({name: made[name] for name, buffer in buffers.items() if buffer is not None})
         yield made
     finally:
         module._parameters.update(parameters)
@@ -316,18 +322,18 @@ def _stand_ins(module: nn.Module, unset: set[int]) -> Iterator[dict[str, Tensor]
 def _allocate(model: nn.Module, device: torch.device, parameters_on: torch.device) -> None:
     made: dict[int, tuple[Tensor, Tensor]] = {}  # of a buffer that several modules have
 
-    def allocated(one: Tensor) -> Tensor:
-        if not one.is_meta:
-            return one
-        if id(one) not in made:
-            on = parameters_on if isinstance(one, nn.Parameter) else device
-            made[id(one)] = one, torch.empty_like(one, device=on)
-        return made[id(one)][1]
+    def allocated(tensor: Tensor) -> Tensor:
+        if not tensor.is_meta:
+            return tensor
+        if id(tensor) not in made:
+            on = parameters_on if isinstance(tensor, nn.Parameter) else device
+            made[id(tensor)] = tensor, torch.empty_like(tensor, device=on)
+        return made[id(tensor)][1]
 
-    attributes = [(one, dict(one.__dict__)) for one in model.parameters() if one.is_meta]
+    attributes = [(parameter, dict(parameter.__dict__)) for parameter in model.parameters() if parameter.is_meta]
     _replace(model, allocated)
-    for one, own in attributes:
-        one.__dict__.update(own)
+    for tensor, own in attributes:
+        tensor.__dict__.update(own)
 
 
 def _replace(model: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
@@ -349,7 +355,7 @@ def _children_first(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Modu
 
 
 def _own(module: nn.Module) -> list[tuple[str, Tensor]]:
-    return [(name, one) for name, one in [*module._parameters.items(), *module._buffers.items()] if one is not None]
+    return [(name, value) for name, value in [*module._parameters.items(), *module._buffers.items()] if value is not None]
 
 
 def _reset_of(module: nn.Module) -> Callable[[], object] | None:
@@ -362,9 +368,9 @@ def _aliases(model: nn.Module) -> dict[str, list[str]]:
     """Return, for each name of a tensor, all its names: several modules may hold it."""
     tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     by_tensor: dict[int, list[str]] = {}
-    for name, one in tensors:
-        by_tensor.setdefault(id(one), []).append(name)
-    return {name: by_tensor[id(one)] for name, one in tensors}
+    for name, tensor in tensors:
+        by_tensor.setdefault(id(tensor), []).append(name)
+    return {name: by_tensor[id(tensor)] for name, tensor in tensors}
 
 
 def _storage(tensor: Tensor) -> int:

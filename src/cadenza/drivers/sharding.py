@@ -215,13 +215,13 @@ def total_norm(tensors: list[Tensor], norm_type: float) -> Tensor:
     from torch.nn.utils import get_total_norm
 
     meshes: dict[Any, list[Tensor]] = {}
-    for one in tensors:
-        if is_sharded(one):
-            meshes.setdefault(one.device_mesh, []).append(one)  # type: ignore[attr-defined]
+    for tensor in tensors:
+        if is_sharded(tensor):
+            meshes.setdefault(tensor.device_mesh, []).append(tensor)  # type: ignore[attr-defined]
     if not meshes:
         raise StateError("expected sharded gradients; got none")
     device = next(iter(meshes)).device_type
-    whole_ones = [one for one in tensors if not is_sharded(one)]
+    whole_ones = [tensor for tensor in tensors if not is_sharded(tensor)]
 
     def norm_of(some: list[Tensor]) -> Tensor:  # a sum of powers could overflow in single precision
         nothing = torch.zeros((), dtype=torch.float64, device=device)  # a number of the host would wait for the device
@@ -229,7 +229,7 @@ def total_norm(tensors: list[Tensor], norm_type: float) -> Tensor:
 
     norms = [norm_of(whole_ones)]
     for mesh, sharded in meshes.items():
-        parts = [part for one in sharded if _is_first_in_mesh(one) and (part := local(one)).numel()]
+        parts = [part for tensor in sharded if _is_first_in_mesh(tensor) and (part := local(tensor)).numel()]
         norms.append(_over(mesh, norm_of(parts), norm_type))
     together: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
     return together.float()
@@ -284,19 +284,19 @@ def checksum_of_all(tensors: Iterable[Tensor]) -> int:
     return total
 
 
-def same_bits(one: Tensor, other: Tensor) -> bool:
+def same_bits(tensor: Tensor, other: Tensor) -> bool:
     """Return whether two tensors have equal values bit for bit; of sharded tensors, the shards of this rank.
 
     >>> nan = torch.tensor(float("nan"))
     >>> same_bits(nan, nan.clone()), same_bits(torch.zeros(1), -torch.zeros(1))
     (True, False)
     """
-    one, other = local(one), local(other)
-    if one.shape != other.shape or one.dtype != other.dtype:
+    tensor, other = local(tensor), local(other)
+    if tensor.shape != other.shape or tensor.dtype != other.dtype:
         return False
-    if one.layout is not torch.strided or other.layout is not torch.strided or is_built_of_tensors(one):
-        return checksum(one) == checksum(other)
-    first, second = (part.contiguous().reshape(-1).view(torch.uint8) for part in (one, other))
+    if tensor.layout is not torch.strided or other.layout is not torch.strided or is_built_of_tensors(tensor):
+        return checksum(tensor) == checksum(other)
+    first, second = (part.contiguous().reshape(-1).view(torch.uint8) for part in (tensor, other))
     return first.data_ptr() == second.data_ptr() or torch.equal(first, second)
 
 

@@ -73,7 +73,7 @@ class SingleDriver(Driver):
 
 def is_split(model: nn.Module) -> bool:
     """Return whether a model has parameters on several devices, so that it stays there."""
-    return len({one.device for one in model.parameters() if not one.is_meta}) > 1
+    return len({parameter.device for parameter in model.parameters() if not parameter.is_meta}) > 1
 
 
 def _is_on(device: torch.device, model: nn.Module) -> bool:
@@ -81,7 +81,10 @@ def _is_on(device: torch.device, model: nn.Module) -> bool:
     return all(
         type(module)._apply is nn.Module._apply
         and type(module).to is nn.Module.to
-        and all(one is None or one.device == device for one in (*module._parameters.values(), *module._buffers.values()))
+        and all(
+            parameter is None or parameter.device == device
+            for parameter in (*module._parameters.values(), *module._buffers.values())
+        )
         for module in model.modules()
     )
 

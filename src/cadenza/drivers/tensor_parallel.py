@@ -133,7 +133,7 @@ def _tie_again(model: nn.Module, tied: list[list[str]]) -> None:
         kept: Any = model.get_parameter(first)
         for name in others:
             own: Any = model.get_parameter(name)
-            layouts = [getattr(one, "placements", None) for one in (kept, own)]
+            layouts = [getattr(item, "placements", None) for item in (kept, own)]
             if layouts[0] != layouts[1]:
                 raise ValueError(
                     f"{first} and {name} are one weight, and the plan would split it in two ways: {layouts[0]} and "

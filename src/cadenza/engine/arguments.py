@@ -76,7 +76,7 @@ def unseeded(given: object, seed: int | None) -> Iterator[str]:
     """
     if seed is None or not isinstance(given, nn.Module) or torch.initial_seed() < 2**32:
         return
-    if any(one._version == 1 and one.ndim > 1 for one in given.parameters()):
+    if any(parameter._version == 1 and parameter.ndim > 1 for parameter in given.parameters()):
         yield (
             f"! the weights were drawn before seed={seed} was set, so they differ from start to start: give Trainer a function "
             "that makes the model, or call torch.manual_seed before you make it"
@@ -134,7 +134,7 @@ def _check_takes_two(name: str, function: Any, taken: str) -> None:
 def _check_data_of(model: nn.Module) -> None:
     if any(map(is_lazy, tensors_of(model))):
         tensors = [*model.named_parameters(), *model.named_buffers()]
-        not_made = [name for name, one in tensors if is_lazy(one)]
+        not_made = [name for name, tensor in tensors if is_lazy(tensor)]
         raise ValueError(
             f"model has {len(not_made)} uninitialized lazy tensors: {few(not_made, 3)}. Run the model once on a batch before "
             "you make the optimizer and the trainer."
@@ -186,7 +186,7 @@ def given_by(override: object, resume: object) -> Settings:
     """
     values = dict(override) if isinstance(override, Mapping) else {}
     listed = isinstance(override, Sequence | Mapping) and not isinstance(override, str)
-    if not listed or not all(isinstance(one, str) for one in override):  # type: ignore[attr-defined]
+    if not listed or not all(isinstance(name, str) for name in override):  # type: ignore[attr-defined]
         raise TypeError(
             'override must be a list of names of settings, such as ("lr",), or a mapping of names to values, such as '
             f'{{"lr": 1e-4}}; got {override!r}'
@@ -230,7 +230,7 @@ def _check_has_hook(callback: BaseCallback, what: str) -> None:
     if (kind.listeners, kind.state_dict) != (Callback.listeners, BaseCallback.state_dict):
         return
     moments = moments_of(kind)
-    methods = [name for one in kind.__mro__ if one not in Callback.__mro__ for name, it in vars(one).items() if callable(it)]
+    methods = [name for base in kind.__mro__ if base not in Callback.__mro__ for name, it in vars(base).items() if callable(it)]
     meant = next((it for name in methods if (it := moment_meant(name, moments) or moment_meant(f"on_{name}", moments))), "")
     raise CallbackError(
         f"{what}, a {kind.__name__}, has no hook, so it is never called.{meant} Override a moment of Callback, such as "
@@ -295,8 +295,8 @@ def check_schedule(owner: str, schedule: Schedule, limits: Progress) -> None:
 def check_not_empty(loader: Any, shard: Shard, what: str = "the training loader") -> None:
     """Raise `DataError` if the training loader, or one in a mixture, is known to have no batch, or fewer batches than ranks."""
     if isinstance(loader, Mixture):
-        for name, one in loader.loaders.items():
-            check_not_empty(one, shard, f"the loader {name!r}")
+        for name, value in loader.loaders.items():
+            check_not_empty(value, shard, f"the loader {name!r}")
         return
     check_some_batch(loader, what)
     check_enough_batches(loader, length_of(loader), shard, what)
@@ -383,7 +383,7 @@ def plain_accumulate(accumulate: Any) -> Any:
 
 def units_of_changes(accumulate: int, limits: Progress) -> set[str]:
     """Return the units of the points at which the number of batches in a step changes."""
-    units: set[str] = {one.unit for one in accumulate.changes} if isinstance(accumulate, Accumulation) else set()
+    units: set[str] = {change.unit for change in accumulate.changes} if isinstance(accumulate, Accumulation) else set()
     return units | {"token"} if "%" in units and limits.max_tokens is not None else units
 
 

@@ -200,18 +200,18 @@ def calendar_of(
             or a schedule does not work with this run.
     """
     end = _end(progress, accumulate, until)
-    scheduled = [one for listeners in hooks.by_moment.values() for one in listeners if one.schedule is not None]
+    scheduled = [listener for listeners in hooks.by_moment.values() for listener in listeners if listener.schedule is not None]
     changes = units_of_changes(accumulate, progress)
-    units = changes | {length.unit for one in scheduled if one.schedule for length in one.schedule.lengths}
+    units = changes | {length.unit for listener in scheduled if listener.schedule for length in listener.schedule.lengths}
     samples = sizes() if begins.sized and "sample" in units else None
     known: dict[Moment, list[Listener]] = {}
     unknown: list[tuple[str, str, str]] = []
-    for one in scheduled:
-        why = _why_unknown(one, progress, changes, sized=samples is not None, even=accumulate == 1)
+    for listener in scheduled:
+        why = _why_unknown(listener, progress, changes, sized=samples is not None, even=accumulate == 1)
         if why:
-            unknown.append((str(one), one.moment.__name__, why))
+            unknown.append((str(listener), listener.moment.__name__, why))
         else:
-            known.setdefault(one.moment, []).append(one)
+            known.setdefault(listener.moment, []).append(listener)
     first, course = progress.now(), _Course(known, progress, accumulate, samples, end)
     rows = [*course.calls(begins)]
     numbers = [counted(progress.epoch, "epoch")] if course.sized or not course.steps_known else []
@@ -220,7 +220,7 @@ def calendar_of(
     unscheduled = {
         moment.__name__: count
         for moment, listeners in hooks.by_moment.items()
-        if (count := sum(one.schedule is None for one in listeners))
+        if (count := sum(listener.schedule is None for listener in listeners))
     }
     length = progress.step if course.steps_known else progress.epoch
     return Calendar(rows, unknown, unscheduled, f"calendar of {', '.join(numbers)}", length)
@@ -288,7 +288,7 @@ class _Course:
 
     def __post_init__(self) -> None:
         several = chain.from_iterable(self._listeners.values())
-        self._triggers = {one.trigger for one in several if one.trigger is not None}
+        self._triggers = {item.trigger for item in several if item.trigger is not None}
         self.sized = self._at.batches_per_epoch is not None
         self.steps_known = self.sized or self._at.max_epochs is None
 
@@ -298,17 +298,24 @@ class _Course:
             return
         run = cast("Run", SimpleNamespace(progress=self._at))
         interrupted = self._listeners.get(Callback.on_step_end if begins.in_epoch else Callback.on_epoch_end, ())
-        yield from (self._call(one) for one in interrupted if one.owner in begins.due)
+        yield from (self._call(name) for name in interrupted if name.owner in begins.due)
         for moment in self._moments(begins):
             listeners = self._listeners.get(moment, ())
-            asked = dict.fromkeys(one.trigger for one in listeners if one.trigger is not None)
+            asked = dict.fromkeys(listener.trigger for listener in listeners if listener.trigger is not None)
             due = {trigger for trigger in asked if trigger.due(run)}
-            yield from [self._call(one) for one in listeners if one.trigger in due]
+            yield from [self._call(listener) for listener in listeners if listener.trigger in due]
 
-    def _call(self, one: Listener) -> Call:
-        at, moment = self._at, one.moment.__name__
+    def _call(self, listener: Listener) -> Call:
+        at, moment = self._at, listener.moment.__name__
         step, batch = (at.step, at.batch) if self.steps_known else (None, None)
-        return Call(step, at.epoch if self.sized or at.max_steps is None else None, batch, moment, one.owner, str(one.schedule))
+        return Call(
+            step,
+            at.epoch if self.sized or at.max_steps is None else None,
+            batch,
+            moment,
+            listener.owner,
+            str(listener.schedule),
+        )
 
     def _moments(self, begins: Beginning) -> Iterator[Moment]:
         at, inside = self._at, begins.in_epoch

@@ -122,17 +122,17 @@ def _labels_in(scene: InUse) -> Any:
 
 def _range(value: Any) -> str:
     """Return the range of the integers on the host. Tensors on a device are skipped: the error may have broken the device."""
-    held = [one for one in _integers(value) if one.is_cpu and one.numel()]
+    held = [integer for integer in _integers(value) if integer.is_cpu and integer.numel()]
     if not held:
         return ""
-    low, high = min(int(one.min()) for one in held), max(int(one.max()) for one in held)
+    low, high = min(int(tensor.min()) for tensor in held), max(int(tensor.max()) for tensor in held)
     return f"; those in the batch range from {low} to {high}"
 
 
 def _integers(value: Any) -> Iterator[Tensor]:
-    for one in tensors_in(value):
-        if not one.is_floating_point() and not one.is_complex() and one.dtype is not torch.bool:
-            yield one
+    for tensor in tensors_in(value):
+        if not tensor.is_floating_point() and not tensor.is_complex() and tensor.dtype is not torch.bool:
+            yield tensor
 
 
 _OF_SHAPES = (
@@ -260,7 +260,7 @@ class _Trace:
 
     def _metric(self, update: object, otherwise: str) -> str:
         """Return the name of the metric that has this `update`."""
-        named = (f"metric {key!r}" for key, one in self.evaluation.metrics.items() if one.update == update)
+        named = (f"metric {key!r}" for key, metric in self.evaluation.metrics.items() if metric.update == update)
         return next(named, otherwise)
 
     def lines(self) -> list[str]:
@@ -274,7 +274,7 @@ class _Trace:
         self.scene.together = self.session.driver.tensor_parallel
         cure = cure_of(self.error, self.scene) or self._without_compute_loss()
         if is_out_of_memory(self.error):
-            optimizers = {type(one).__name__: one for one in self.session.optimizers}
+            optimizers = {type(optimizer).__name__: optimizer for optimizer in self.session.optimizers}
             lines.append(f"memory: {memory_held(self.session.module, optimizers, self.session.hooks.callbacks)}")
         return [*lines, *([f"likely cure: {cure}"] if cure else [])]
 
@@ -331,7 +331,7 @@ def described(value: Any) -> str:
     >>> described({"ids": torch.zeros(2, 3, dtype=torch.int64), "label": torch.zeros(2)})
     '{ids: int64[2, 3], label: float32[2]} on cpu'
     """
-    devices = {str(one.device) for one in tensors_in(value)}
+    devices = {str(tensor.device) for tensor in tensors_in(value)}
     return _described(value, 0, mixed=len(devices) > 1) + (f" on {devices.pop()}" if len(devices) == 1 else "")
 
 
@@ -357,7 +357,7 @@ def _described(value: Any, depth: int, *, mixed: bool) -> str:
 
 def _innermost(model: nn.Module, called: Sequence[nn.Module]) -> tuple[nn.Module | None, str]:
     """Return the innermost module of the model and its name there; if none ran, another module, such as a loss."""
-    names = {id(one): name for name, one in model.named_modules()}
+    names = {id(submodule): name for name, submodule in model.named_modules()}
     for module in reversed(called):
         if (name := names.get(id(module))) is not None:
             kind = type(module).__name__
@@ -432,7 +432,7 @@ def named(frame: FrameType | None, listener: Listener | None) -> str:
     if listener is not None:
         what = _hook(listener)
     else:
-        what = next((phase for one in _outwards(frame) if (phase := _phase(one))), "the loop")
+        what = next((phase for outward in _outwards(frame) if (phase := _phase(outward))), "the loop")
     return f"{what} ({line})" if line else what
 
 
@@ -456,12 +456,12 @@ def _phase(frame: FrameType) -> str | None:
 
 def _user_line(frame: FrameType | None) -> str:
     """Return the file and line of the innermost frame of the user's code; an empty string if the engine runs."""
-    for one in _outwards(frame):
-        file = one.f_code.co_filename
-        if file.startswith(_OURS) and one.f_globals.get("__name__", "").startswith(("cadenza.hooks.", "cadenza.engine.")):
+    for outward in _outwards(frame):
+        file = outward.f_code.co_filename
+        if file.startswith(_OURS) and outward.f_globals.get("__name__", "").startswith(("cadenza.hooks.", "cadenza.engine.")):
             return ""
         if not _is_library(file):
-            return f"{os.path.basename(file)}:{one.f_lineno}"
+            return f"{os.path.basename(file)}:{outward.f_lineno}"
     return ""
 
 
@@ -474,8 +474,8 @@ def _waits(frame: FrameType | None) -> Waits:
     if frame is not None and frame.f_code.co_name == "_engine_run_backward":
         return Waits.MAYBE
     calls = False
-    for one in _outwards(frame):
-        room = one.f_globals.get("__name__", "")
+    for outward in _outwards(frame):
+        room = outward.f_globals.get("__name__", "")
         if room.startswith(_COMMUNICATING):
             return Waits.MAYBE if calls else Waits.YES
         if room.startswith(("torch._ops", "torch._library")):  # of a sharded tensor, which waits for other ranks or computes

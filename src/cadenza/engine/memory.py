@@ -45,9 +45,9 @@ def memory_held(model: nn.Module, optimizers: Mapping[str, torch.optim.Optimizer
     device = weights[0].device if weights else torch.device("cpu")
     owners: dict[str, Iterable[Any]] = {
         "weights": weights,
-        "gradients": [one.grad for one in model.parameters()],
-        **{f"state of {name}": [*one.state.values()] for name, one in optimizers.items()},
-        **{name: [one] for name, one in callbacks.items()},
+        "gradients": [parameter.grad for parameter in model.parameters()],
+        **{f"state of {name}": [*optimizer.state.values()] for name, optimizer in optimizers.items()},
+        **{name: [callback] for name, callback in callbacks.items()},
     }
     seen, sizes = set[int](), dict[str, int]()
     for name, owned in owners.items():

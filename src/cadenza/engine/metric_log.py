@@ -172,7 +172,7 @@ class LossCheck:
             self.buffer.deliver(wait=True)  # the loss of an earlier step may be the first
             if record.step in self._weightless:
                 empty = {name for name, value in losses.items() if math.isnan(value)}
-                record = replace(record, values={name: one for name, one in record.values.items() if name not in empty})
+                record = replace(record, values={name: value for name, value in record.values.items() if name not in empty})
         for name, value in losses.items():
             if name in record.values:
                 self._look(name, value, record.step)
@@ -183,11 +183,11 @@ class LossCheck:
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint. Waits for the losses of all steps so far."""
         self.look(wait=True)
-        return {"lasting": {name: [*one] for name, one in self._lasting.items()}, "first": self._first}
+        return {"lasting": {name: [*value] for name, value in self._lasting.items()}, "first": self._first}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue after the steps of a checkpoint."""
-        self._lasting = {name: [*one] for name, one in state["lasting"].items()}
+        self._lasting = {name: [*value] for name, value in state["lasting"].items()}
         self._first = None if state["first"] is None else (state["first"][0], state["first"][1])
 
     def ended(self, outcome: Outcome) -> Outcome:
@@ -195,7 +195,7 @@ class LossCheck:
         self.look(wait=True)
         first = self._since()
         if self._driver.world_size > 1:  # the loss of any rank may be the first that is not finite
-            everyone = [one for one in self._driver.gather(first) if one is not None]
+            everyone = [rank_value for rank_value in self._driver.gather(first) if rank_value is not None]
             first = min(everyone, default=None, key=itemgetter(0))
         return outcome if first is None else replace(outcome, reason=f"{outcome.reason}; {first[1]}")
 
@@ -220,11 +220,11 @@ class LossCheck:
         when = f"from step {step} on" if lasts else f"at step {step}"
         return step, f"{name}{self._where.get(name, '')} was not finite {when}"
 
-    def _look_at_step(self, one: StepLoss) -> None:
-        if (loss := one.loss) is not None:
-            self._look(_TRAINING, loss, one.step)
-        if not one.of_ranks:
-            self._note_weightless(one.step)
+    def _look_at_step(self, entry: StepLoss) -> None:
+        if (loss := entry.loss) is not None:
+            self._look(_TRAINING, loss, entry.step)
+        if not entry.of_ranks:
+            self._note_weightless(entry.step)
 
     def _note_weightless(self, step: int) -> None:
         if self._knows_weights and not self._weightless and not self.quiet and self._driver.is_main:
@@ -248,7 +248,7 @@ class LossCheck:
         found, self._found = self._found, []
         if self.quiet:
             return
-        step, name, value = min(found, key=lambda one: (one[0], one[1] == _TRAINING))
+        step, name, value = min(found, key=lambda loss: (loss[0], loss[1] == _TRAINING))
         self._first = self._first or (step, name)
         if self._has_warned:
             return
@@ -319,7 +319,7 @@ class LossBuffer:
             if self._kept and self._kept[-1][1][-1] is before:
                 self._kept.pop()
         if before is None or self._overwritten:
-            losses = [one.clone() for one in losses]
+            losses = [loss.clone() for loss in losses]
         self._kept.append((step, losses, weights, of_ranks))
 
     @property
@@ -331,10 +331,10 @@ class LossBuffer:
         """Return the losses of the steps after `step` that no reader has received yet."""
         later: list[KeptLosses] = []
         for kept in (self._kept, *(sent for sent, _ in reversed(self._sent))):
-            for one in reversed(kept):
-                if one[0] <= step:
+            for loss in reversed(kept):
+                if loss[0] <= step:
                     return later[::-1]
-                later.append(one)
+                later.append(loss)
         return later[::-1]
 
     def send(self) -> None:
@@ -343,7 +343,7 @@ class LossBuffer:
         tensors: list[Tensor] = []
         for _, losses, given, of_ranks in kept:
             tensors += losses
-            tensors += [one for one in (*given, of_ranks) if isinstance(one, Tensor)] if given else ()
+            tensors += [rank_value for rank_value in (*given, of_ranks) if isinstance(rank_value, Tensor)] if given else ()
         if kept:
             self._sent.append((kept, ArrivingNumbers(tensors)))
 
@@ -366,7 +366,7 @@ def _losses_of(kept: Iterable[KeptLosses], arrived: Iterable[float]) -> Iterator
             count = len(losses)
             yield StepLoss(step, sum(losses), count, count)
             continue
-        weights = [next(numbers) if isinstance(one, Tensor) else one for one in given]
+        weights = [next(numbers) if isinstance(item, Tensor) else item for item in given]
         total, weight = weighted_total(losses, weights)
         counted = next(numbers) if isinstance(of_ranks, Tensor) else of_ranks
         yield StepLoss(step, total, weight, weight if counted is None else counted)
@@ -434,7 +434,7 @@ def mean_on_its_way(step: StepState, weight: Any, driver: Driver) -> Callable[[]
     loss = loss.detach()
     weights = [*window.weights, *([] if weight is None else [0.0 if step.dropped else weight])]
     losses = [*window.losses, *([] if step.dropped and weight is None else [loss])]
-    on_host = [number for one in (*losses, *weights) if (number := number_on_host(one)) is not None]
+    on_host = [number for loss in (*losses, *weights) if (number := number_on_host(loss)) is not None]
     if not loss.is_cpu or len(on_host) < len(losses) + len(weights):
         return None
     own = weighted_total(on_host[: len(losses)], on_host[len(losses) :])

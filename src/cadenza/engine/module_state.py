@@ -53,7 +53,7 @@ class ModuleFlags:
         rank must call this.
         """
         if not self.keeps_modes:
-            kept = [one for one in self._model.modules() if not one.training] if self._model.training else []
+            kept = [module for module in self._model.modules() if not module.training] if self._model.training else []
             model.train()  # also if it is in training mode: its class may define what this does
             for module in kept:
                 module.training = False
@@ -146,9 +146,11 @@ def in_evaluation_mode(model: nn.Module, trained: Container[int]) -> dict[str, b
     found: dict[str, bool] = {}
     for path, module in model.named_modules():
         if not module.training:
-            outermost = next((one for one in found if not one or path.startswith(f"{one}.")), path)
-            own = [one for one in module._parameters.values() if one is not None]
-            found[outermost] = found.get(outermost, False) or any(one.requires_grad and id(one) in trained for one in own)
+            outermost = next((other for other in found if not other or path.startswith(f"{other}.")), path)
+            own = [parameter for parameter in module._parameters.values() if parameter is not None]
+            found[outermost] = found.get(outermost, False) or any(
+                parameter.requires_grad and id(parameter) in trained for parameter in own
+            )
     return found
 
 
@@ -173,7 +175,7 @@ class Statistics:
 
     def __init__(self, model: nn.Module) -> None:
         self._held = [
-            (layer._buffers, name) for layer in model.modules() for name, one in layer._buffers.items() if one is not None
+            (layer._buffers, name) for layer in model.modules() for name, buffer in layer._buffers.items() if buffer is not None
         ]
         self._buffers: list[Tensor | None] = []
         self._shapes: list[torch.Size | None] = []
@@ -184,10 +186,12 @@ class Statistics:
     def keep(self) -> None:
         """Copy the present values."""
         now = [held.get(name) for held, name in self._held]
-        shapes = [None if one is None or is_lazy(one) else one.shape for one in now]
+        shapes = [None if tensor is None or is_lazy(tensor) else tensor.shape for tensor in now]
         if shapes != self._shapes or any(map(is_not, now, self._buffers)):  # some observers resize a buffer in place
             self._buffers, self._shapes = now, shapes
-            self._copies = {index: one.clone() for index, one in enumerate(now) if one is not None and _can_be_set(one)}
+            self._copies = {
+                index: tensor.clone() for index, tensor in enumerate(now) if tensor is not None and _can_be_set(tensor)
+            }
             self._alike = {}
             for index, copy in self._copies.items():
                 copies, buffers = self._alike.setdefault((type(copy), copy.dtype, copy.device), ([], []))
@@ -285,11 +289,11 @@ class BackwardOfGraphs(BackwardPass):
         self._parameters = list(model.parameters())
 
     def __call__(self, loss: Tensor, scale: float | Tensor = 1.0) -> None:
-        new = [one for one in self._parameters if one.grad is None]
+        new = [parameter for parameter in self._parameters if parameter.grad is None]
         super().__call__(loss, scale)
-        for one in new:
-            if one.grad is not None:
-                one.grad = one.grad.clone()
+        for tensor in new:
+            if tensor.grad is not None:
+                tensor.grad = tensor.grad.clone()
 
 
 def breaks_so_far() -> int:
@@ -300,10 +304,10 @@ def breaks_so_far() -> int:
 def breaks_since(count: int) -> list[str]:
     """Return the lines at which graphs broke after the first `count` breaks, with the reason; each line once."""
     found: dict[str, None] = {}
-    for one in _reasons()[count:]:
-        if not one.user_stack:
+    for reason in _reasons()[count:]:
+        if not reason.user_stack:
             continue
-        line, why = one.user_stack[-1], one.reason.strip().splitlines()[0]
+        line, why = reason.user_stack[-1], reason.reason.strip().splitlines()[0]
         found[f"{Path(line.filename).name}:{line.lineno} in {line.name} ({why})"] = None
     return list(found)
 

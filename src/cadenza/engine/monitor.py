@@ -124,7 +124,7 @@ class Monitor:
         Raises:
             MonitorError: It belongs to this evaluation, which did not report it.
         """
-        others = [one for one in run.evaluations.values() if one.name != evaluation.name]
+        others = [value for value in run.evaluations.values() if value.name != evaluation.name]
         if not evaluation.results and not evaluation.complete:  # cut short by an error
             return None
         if isinstance(self.watched, str) and self.watched not in evaluation.results and _may_report(others, self.watched):
@@ -161,17 +161,17 @@ class Monitor:
     def check_reported_by(self, evaluations: Iterable[str] | Mapping[str, Evaluation]) -> None:
         """Raise `MonitorError` unless one of the run's evaluations, or their names, may report the watched name."""
         known = list(evaluations)
-        if isinstance(evaluations, Mapping) and any(one.own_names for one in evaluations.values()):
+        if isinstance(evaluations, Mapping) and any(evaluation.own_names for evaluation in evaluations.values()):
             return
         if isinstance(self.watched, str) and self.watched.partition("/")[0] not in known:
             name, _, rest = self.watched.partition("/")
             name, rest = _parted(name) if not rest else (name, rest)
-            alike = [one for one in known or ["eval"] if nearest(name, [one], cutoff=0.5)] if rest else known[:1]
+            alike = [item for item in known or ["eval"] if nearest(name, [item], cutoff=0.5)] if rest else known[:1]
             meant = f" Did you mean {f'{alike[0]}/{rest or name}'!r}?" if len(alike) == 1 else ""
             trained = ", which the training logs" if name == "train" else ""
             raise MonitorError(
                 f"{self.owner} watches {self.watched!r}{trained}, but no evaluation will report it: there is "
-                f"{', '.join(repr(f'{one}/...') for one in known) or 'none'}. Add Evaluate(loader, name=...) to "
+                f"{', '.join(repr(f'{item}/...') for item in known) or 'none'}. Add Evaluate(loader, name=...) to "
                 f"callbacks, or watch a name of one that is there.{meant}"
             )
 
@@ -228,14 +228,14 @@ def is_trained(monitor: Monitor, hooks: Hooks, evaluations: Container[str], *, a
     Raises:
         MonitorError: None of these callbacks logs the name.
     """
-    callbacks = [cast("Any", one) for one in hooks.callbacks.values() if getattr(one, "logs_training", False)]
-    logs = [one for one in callbacks if monitor.name.startswith(f"{getattr(one, 'prefix', None)}/")]
+    callbacks = [cast("Any", callback) for callback in hooks.callbacks.values() if getattr(callback, "logs_training", False)]
+    logs = [callback for callback in callbacks if monitor.name.startswith(f"{getattr(callback, 'prefix', None)}/")]
     if not isinstance(monitor.watched, str) or not logs or logs[0].prefix in evaluations:
         return False
-    known = [f"{one.prefix}/{name}" for one in logs for name in (*(one.outputs or ()), *one.metrics)]
-    known += [f"{one.prefix}/loss" for one in logs if one.outputs is None]
+    known = [f"{log.prefix}/{name}" for log in logs for name in (*(log.outputs or ()), *log.metrics)]
+    known += [f"{log.prefix}/loss" for log in logs if log.outputs is None]
     named = any(monitor.name == name or monitor.name.startswith(f"{name}/") for name in known)  # a metric may be a mapping
-    if not named and (alone or all(one.outputs is not None for one in logs)):
+    if not named and (alone or all(log.outputs is not None for log in logs)):
         raise MonitorError(
             f"{monitor.owner} watches {monitor.name!r}, but the training will log only {known}.{nearest(monitor.name, known)} "
             "Add it to LogTraining(outputs=..., metrics=...), or watch a name of an evaluation."
@@ -257,10 +257,10 @@ def judge_training(run: Run, prefix: str, sums: Mapping[str, tuple[Any, Any]], *
     """
     hooks, driver = hooks_of(run), run.driver
     watching = {
-        listener: [one for one in monitors_of(hooks.callbacks[listener.owner]) if one.name.startswith(f"{prefix}/")]
+        listener: [item for item in monitors_of(hooks.callbacks[listener.owner]) if item.name.startswith(f"{prefix}/")]
         for listener in hooks.by_moment.get(Callback.on_eval_end, ())
     }
-    monitors = {one.name: one for some in watching.values() for one in some}
+    monitors = {monitor.name: monitor for some in watching.values() for monitor in some}
     if not monitors or prefix in run.evaluations:
         return
     own = [[*map(float, sums.get(name, (0, 0))), name in sums] for name in monitors]
@@ -273,9 +273,9 @@ def judge_training(run: Run, prefix: str, sums: Mapping[str, tuple[Any, Any]], *
                 f"{nearest(monitor.name, sums)} Return it from compute_loss, or watch a name of an evaluation."
             )
         results |= {monitor.name: total / weight} if weight else {}
-    due = [one for one, some in watching.items() if some]
+    due = [name for name, some in watching.items() if some]
     if run.progress.batch_in_epoch and whole:  # a longer run continues in this epoch, and judges all of it
-        due = [one for one in due if hooks.callbacks[one.owner].phase is Phase.SAVE]
+        due = [evaluation for evaluation in due if hooks.callbacks[evaluation.owner].phase is Phase.SAVE]
     hooks.fired.add(Callback.on_eval_end)
     reported = OfTraining([None])
     reported.name, reported.results, reported.complete = prefix, results, True
@@ -289,7 +289,7 @@ def _parted(name: str) -> tuple[str, str]:
 
 
 def _may_report(evaluations: Iterable[Evaluation], watched: str) -> bool:
-    return any(one.own_names or one.name == watched.partition("/")[0] for one in evaluations)
+    return any(evaluation.own_names or evaluation.name == watched.partition("/")[0] for evaluation in evaluations)
 
 
 # -- checks, when a trainer is made, if all results are known by then ------------------------------
@@ -309,9 +309,11 @@ def check_monitors(hooks: Hooks, compute_loss: object) -> None:
     if not _only_own(hooks):
         return
     parts = [_part(callback, "evaluation") for callback in hooks.callbacks.values()]
-    evaluations = {one.name: one for one in parts if isinstance(one, Evaluation)}
+    evaluations = {part.name: part for part in parts if isinstance(part, Evaluation)}
     for callback in hooks.callbacks.values():
-        others = {name: one for name, one in evaluations.items() if one is not _part(callback, "evaluation")}
+        others = {
+            name: evaluation for name, evaluation in evaluations.items() if evaluation is not _part(callback, "evaluation")
+        }
         for monitor in monitors_of(callback):
             if not is_trained(monitor, hooks, others, alone=type(compute_loss) is supervised):
                 monitor.check_reported_by(others)
@@ -346,7 +348,7 @@ def monitors_of(callback: BaseCallback) -> list[Monitor]:
     """Return the monitors of a callback of Cadenza: its ``monitor``, or all of its ``monitors``."""
     several = getattr(callback, "monitors", None)
     given = [getattr(callback, "monitor", None), *(several if isinstance(several, list) else ())]
-    return [one for one in given if isinstance(one, Monitor)]
+    return [item for item in given if isinstance(item, Monitor)]
 
 
 def _only_own(hooks: Hooks) -> bool:

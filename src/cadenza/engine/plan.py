@@ -103,12 +103,12 @@ class Plan:
             **{_FACTS.get(name, name): value if isinstance(value, int) else str(value) for name, value in self.facts.items()},
             "moments": {
                 name: [
-                    {"callback": one.owner, "schedule": one.schedule and str(one.schedule), "note": one.note or None}
-                    for one in _shown(self.hooks, moment)
+                    {"callback": item.owner, "schedule": item.schedule and str(item.schedule), "note": item.note or None}
+                    for item in _shown(self.hooks, moment)
                 ]
                 for name, moment in moments.items()
             },
-            "never": [{"listener": one, "why": reason} for one, reason in never(self.hooks, limits, self.accumulate)],
+            "never": [{"listener": name, "why": reason} for name, reason in never(self.hooks, limits, self.accumulate)],
             "warnings": [note.removeprefix("! ") for note in self.notes if note.startswith("!")],
             "notes": [note for note in self.notes if not note.startswith("!")],
             "order": self._reasons(),
@@ -151,7 +151,7 @@ class Plan:
 
 
 def _shown(hooks: Hooks, moment: Moment) -> list[Listener]:
-    return [one for one in hooks.by_moment.get(moment, ()) if not one.inner]
+    return [hook for hook in hooks.by_moment.get(moment, ()) if not hook.inner]
 
 
 def _own(hooks: Hooks) -> dict[str, Moment]:
@@ -159,7 +159,9 @@ def _own(hooks: Hooks) -> dict[str, Moment]:
     known = moments_of(Callback).values()
     own = {moment.__qualname__: moment for moment in hooks.by_moment if moment not in known and _shown(hooks, moment)}
     holders = [*dict.fromkeys(name.rpartition(".")[0] for name in own)]
-    return dict(sorted(own.items(), key=lambda one: (holders.index(one[0].rpartition(".")[0]), one[1].__code__.co_firstlineno)))
+    return dict(
+        sorted(own.items(), key=lambda line: (holders.index(line[0].rpartition(".")[0]), line[1].__code__.co_firstlineno))
+    )
 
 
 def _fitted(row: str, width: int, column: int) -> str:
@@ -198,12 +200,12 @@ def _of_fetches(hooks: Hooks, limits: Progress) -> Iterator[tuple[str, str]]:
 
 def _before_results(hooks: Hooks) -> Iterator[str]:
     """Yield the users' callbacks behind an evaluation in the list: at its moment they are called before it."""
-    if not all(isinstance(one, Callback) for one in hooks.callbacks.values()):
+    if not all(isinstance(callback, Callback) for callback in hooks.callbacks.values()):
         return  # those of other libraries: evaluations run inside of the moment
     for moment, listeners in hooks.by_moment.items():
-        first = next((one for one in listeners if isinstance(one.function, Deferred)), None)
+        first = next((listener for listener in listeners if isinstance(listener.function, Deferred)), None)
         behind = [] if first is None else listeners[listeners.index(first) + 1 :]
-        if early := ", ".join(dict.fromkeys(one.owner for one in behind if _is_of_user(hooks, one))):
+        if early := ", ".join(dict.fromkeys(callback.owner for callback in behind if _is_of_user(hooks, callback))):
             yield f"{moment.__name__} calls {early} before {first and first.owner} evaluates: read results in on_eval_end"
 
 
@@ -217,7 +219,7 @@ def never_fired(hooks: Hooks, progress: Progress, evaluated: bool) -> list[tuple
     rows = []
     for moment, listeners in hooks.by_moment.items():
         name = moment.__name__
-        for listener in [one for one in listeners if not one.inner]:
+        for listener in [listener for listener in listeners if not listener.inner]:
             if listener.trigger is not None and not listener.trigger.times_due and name not in _RARE:
                 rows.append((f"{listener}, {name}", f"the run ended at {progress.now()}"))
             elif name.startswith("on_eval_") and not evaluated and moment not in hooks.fired:
@@ -238,7 +240,9 @@ def doubts(session: Session) -> Iterator[str]:
             "accumulation window"
         )
     held = {id(parameter) for parameter in parameters_of(session.optimizers)}
-    left = [name for name, one in session.module.named_parameters() if one.requires_grad and id(one) not in held]
+    left = [
+        name for name, parameter in session.module.named_parameters() if parameter.requires_grad and id(parameter) not in held
+    ]
     yield from session.extra_parameters.doubts(held, session.module)
     yield from session.module_flags.doubts(held)
     if left:
@@ -301,16 +305,16 @@ def argument_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[
     found: dict[str, None] = {}  # two optimizers may change alike
 
     def compare(name: str, *pair: Any) -> None:
-        old, new = (list(one) if isinstance(one, tuple) else one for one in pair)  # a file has lists
+        old, new = (list(line) if isinstance(line, tuple) else line for line in pair)  # a file has lists
         if isinstance(old, Mapping) and isinstance(new, Mapping):
-            for one in {**old, **new}:
-                compare(one, old.get(one), new.get(one))
+            for line in {**old, **new}:
+                compare(line, old.get(line), new.get(line))
         elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new) and any(map(_is_mapping, old)):
             for inner in zip(old, new, strict=True):
                 compare(name, *inner)
         elif isinstance(old, list) and isinstance(new, list) and {*map(str, old)} != {*map(str, new)}:
-            signed = [("-", one) for one in old if one not in new] + [("+", one) for one in new if one not in old]
-            found[f"{name} {' '.join(f'{sign} {one}' for sign, one in signed)}"] = None
+            signed = [("-", line) for line in old if line not in new] + [("+", line) for line in new if line not in old]
+            found[f"{name} {' '.join(f'{sign} {line}' for sign, line in signed)}"] = None
         elif old != new:
             found[f"{name} {old} -> {new}"] = None
 
@@ -349,15 +353,15 @@ def why_not(session: Session, what: str) -> WhyNot:
     if what.startswith(_LOGGED):
         return WhyNot(what, tuple(_not_logged(session, what.removeprefix(_LOGGED).strip())))
     moments = {moment.__name__: listeners for moment, listeners in session.hooks.by_moment.items()}
-    last = next((one for one in reversed(session.run.decisions) if what in (one.what, one.who)), None)
+    last = next((decision for decision in reversed(session.run.decisions) if what in (decision.what, decision.who)), None)
     if what in session.hooks.callbacks:
         reasons = _of_callback(session, what, session.hooks.callbacks[what])
     elif what in (names := {**moments_of(Callback), **moments}):
         listeners = moments.get(what, ())
         reasons = _due(session, listeners) if listeners else iter([f"no callback of this run has a hook {what}"])
     else:
-        decided = {name for one in session.hooks.callbacks.values() for name in one.decides}
-        kinds = [*dict.fromkeys((*_OF_THE_RUN, *sorted(decided), *(one.what for one in session.run.decisions)))]
+        decided = {name for callback in session.hooks.callbacks.values() for name in callback.decides}
+        kinds = [*dict.fromkeys((*_OF_THE_RUN, *sorted(decided), *(decision.what for decision in session.run.decisions)))]
         if what not in kinds:
             known = [*kinds, *session.hooks.callbacks, *names, "logged NAME"]
             raise ValueError(
@@ -378,12 +382,12 @@ def _of_decision(session: Session, what: str) -> Iterator[str]:
     asked = {"stopped": requests.stop or requests.signalled, "epoch ended": requests.end_epoch}.get(what)
     if asked is not None and session.outcome is None:
         yield f"requested by {asked.who} ({asked.why}): it is carried out at the end of the step"
-    failed = next((one for one in reversed(session.run.decisions) if one.what == f"not {what}"), None)
+    failed = next((decision for decision in reversed(session.run.decisions) if decision.what == f"not {what}"), None)
     if failed is not None:
         yield f"it failed, {failed}"
     if what == "stopped":
         yield f"no limit is reached: {session.progress}"
-    deciding = {name: one for name, one in session.hooks.callbacks.items() if what in one.decides}
+    deciding = {name: callback for name, callback in session.hooks.callbacks.items() if what in callback.decides}
     for name, callback in deciding.items():
         yield from _of_callback(session, name, callback)
     if not deciding and asked is None:
@@ -391,15 +395,15 @@ def _of_decision(session: Session, what: str) -> Iterator[str]:
 
 
 def _of_callback(session: Session, name: str, callback: BaseCallback) -> Iterator[str]:
-    fault = next((one for one in session.run.faults if one.callback == name), None)
-    listeners = [one for several in session.hooks.by_moment.values() for one in several if one.owner == name]
-    if fault is not None and all(one.disabled for one in listeners):
+    fault = next((fault for fault in session.run.faults if fault.callback == name), None)
+    listeners = [item for several in session.hooks.by_moment.values() for item in several if item.owner == name]
+    if fault is not None and all(listener.disabled for listener in listeners):
         yield f"{fault}: it is disabled"
         return
     yield from (f"{name}: {text}" for text in callback.waits_for())
-    yield from _due(session, [one for one in listeners if one.schedule is not None])
-    if not any(one.schedule for one in listeners):
-        names = ", ".join(dict.fromkeys(one.moment.__name__ for one in listeners))
+    yield from _due(session, [listener for listener in listeners if listener.schedule is not None])
+    if not any(listener.schedule for listener in listeners):
+        names = ", ".join(dict.fromkeys(listener.moment.__name__ for listener in listeners))
         yield f"{name} waits for {names}" if listeners else f"{name} has no hooks"
 
 
@@ -439,7 +443,7 @@ def _not_logged(session: Session, name: str) -> Iterator[str]:
         return
     evaluation = session.run.evaluations.get(name.partition("/")[0])
     if evaluation is None:
-        known = [*history.names, *(f"{one}/loss" for one in session.run.evaluations)]
+        known = [*history.names, *(f"{evaluation}/loss" for evaluation in session.run.evaluations)]
         yield f"no record has {name!r}.{nearest(name, known)} Records have: {', '.join(history.names) or 'nothing yet'}"
         return
     if evaluation.results:

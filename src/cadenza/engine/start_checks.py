@@ -99,7 +99,7 @@ def tell(session: Session, text: str) -> None:
         return
     if session.files is not None:
         session.files.add_text(text)
-    if any(getattr(one, "shows_progress", False) for one in session.hooks.callbacks.values()):
+    if any(getattr(callback, "shows_progress", False) for callback in session.hooks.callbacks.values()):
         print(for_screen(text, sys.stderr), file=sys.stderr)  # noqa: T201
 
 

@@ -561,7 +561,11 @@ class DueEvaluations:
         session.metrics.buffer.put_numbers(saved["numbers"])
         session.cursor.at_boundary = False
         listeners: list[Listener] = [*chain.from_iterable(session.hooks.by_moment.values())]
-        known = {one.owner: (one, one.function.evaluate) for one in reversed(listeners) if isinstance(one.function, Deferred)}
+        known = {
+            listener.owner: (listener, listener.function.evaluate)
+            for listener in reversed(listeners)
+            if isinstance(listener.function, Deferred)
+        }
         for name in saved["names"]:
             if name in known:
                 self.add(*known[name])  # the first one of its callback

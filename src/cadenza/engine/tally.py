@@ -49,24 +49,26 @@ class MetricTally:
         self._driver, self._evaluation = driver, evaluation
         self._gathered: list[dict[tuple[str, ...], Any]] = []
         self._metrics = updated_together(evaluation.given_metrics)
-        for one in self._metrics:
-            if hasattr(one.metric, "to"):
-                one.metric.to(driver.device)
-            one.metric.reset()
+        for metric in self._metrics:
+            if hasattr(metric.metric, "to"):
+                metric.metric.to(driver.device)
+            metric.metric.reset()
         alone = driver.world_size == 1
-        self._here = [one for one in self._metrics if alone or reduces_itself(one.metric)]
-        self._later = [one for one in self._metrics if not (alone or reduces_itself(one.metric))]
+        self._here = [metric for metric in self._metrics if alone or reduces_itself(metric.metric)]
+        self._later = [metric for metric in self._metrics if not (alone or reduces_itself(metric.metric))]
         """The metrics that must see the inputs of all ranks, because their states cannot be added up over ranks."""
-        self._needed = {one.inputs: one for one in self._metrics}
+        self._needed = {metric.inputs: metric for metric in self._metrics}
 
     def update(self, batch: Any, outputs: Outputs) -> None:
         """Update the metrics with a batch."""
-        given = {names: _inputs(one, self._evaluation, batch, outputs) for names, one in self._needed.items()}
-        for one in self._here:
-            update, arguments = one.metric.update, given[one.inputs]
+        given = {names: _inputs(value, self._evaluation, batch, outputs) for names, value in self._needed.items()}
+        for updated in self._here:
+            update, arguments = updated.metric.update, given[updated.inputs]
             update(*arguments)
         if self._later:
-            self._gathered.append({one.inputs: [on_host(value) for value in given[one.inputs]] for one in self._later})
+            self._gathered.append(
+                {updated.inputs: [on_host(value) for value in given[updated.inputs]] for updated in self._later}
+            )
 
     def add_metrics(self, results: dict[str, float]) -> None:
         """Add what the metrics compute, reduced over ranks, to the results, and reset the metrics. Every rank must call this.
@@ -78,7 +80,7 @@ class MetricTally:
         if self._later:
             self._update_with_all_ranks()
         self._check_states()
-        metrics = [one.metric for one in self._metrics]
+        metrics = [metric.metric for metric in self._metrics]
         share_states(metrics)
         for key, metric in self._evaluation.metrics.items():
             with catch_warnings(), reduced_over([metric], self._driver.data_group()):
@@ -95,15 +97,17 @@ class MetricTally:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the metrics, and the inputs of those that must see the inputs of all ranks."""
-        share_states([one.metric for one in self._metrics])
-        held = [[given[one.inputs] for one in self._later] for given in self._gathered]
-        return {"metrics": [state_of(one.metric) for one in self._metrics], "inputs": held}
+        share_states([metric.metric for metric in self._metrics])
+        held = [[given[updated.inputs] for updated in self._later] for given in self._gathered]
+        return {"metrics": [state_of(metric.metric) for metric in self._metrics], "inputs": held}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned."""
-        for one, saved in zip(self._metrics, state["metrics"], strict=True):
-            load_state(one.metric, saved, self._driver.device)
-        self._gathered = [{one.inputs: held for one, held in zip(self._later, each, strict=True)} for each in state["inputs"]]
+        for metric, saved in zip(self._metrics, state["metrics"], strict=True):
+            load_state(metric.metric, saved, self._driver.device)
+        self._gathered = [
+            {updated.inputs: held for updated, held in zip(self._later, each, strict=True)} for each in state["inputs"]
+        ]
 
     def _check_states(self) -> None:
         """Raise `DataError` if a rank has no batch, and a metric of torchmetrics cannot gather the lists of the others."""
@@ -122,28 +126,28 @@ class MetricTally:
         everyone, first = self._driver.gather_data(self._gathered), self._evaluation.first_rank
         for turn in zip_longest(*everyone[first:], *everyone[:first]):  # the order of one process
             for given in filter(None, turn):
-                for one in self._later:
-                    update = one.metric.update
-                    update(*(moved(value, device) for value in given[one.inputs]))
+                for updated in self._later:
+                    update = updated.metric.update
+                    update(*(moved(value, device) for value in given[updated.inputs]))
 
 
-def _inputs(one: Updated, evaluation: Evaluation, batch: Any, outputs: Outputs) -> tuple[Any, ...]:
+def _inputs(updated: Updated, evaluation: Evaluation, batch: Any, outputs: Outputs) -> tuple[Any, ...]:
     """Return the values with which a metric is updated.
 
     Raises:
         DataError: The outputs, and a batch with names, do not have one of them.
     """
-    if not one.inputs:
+    if not updated.inputs:
         return _predictions_and_targets(evaluation, batch, outputs)
     named = batch if isinstance(batch, Mapping) else {}
-    for name in one.inputs:
+    for name in updated.inputs:
         if name not in outputs and name not in named:
             also = f", and the batch has {[*named]}" if named else ""
             raise DataError(
-                f"{one.where} of {evaluation.name!r} needs {name!r}, but compute returned only {[*outputs]}{also}."
+                f"{updated.where} of {evaluation.name!r} needs {name!r}, but compute returned only {[*outputs]}{also}."
                 f"{nearest(name, [*outputs, *named])} Return it from compute, or give the metric another name of an input."
             )
-    return tuple(outputs[name] if name in outputs else named[name] for name in one.inputs)
+    return tuple(outputs[name] if name in outputs else named[name] for name in updated.inputs)
 
 
 def _predictions_and_targets(evaluation: Evaluation, batch: Any, outputs: Outputs) -> tuple[Any, Any]:
@@ -160,11 +164,11 @@ def _predictions_and_targets(evaluation: Evaluation, batch: Any, outputs: Output
 def _numbers(name: str, value: Any) -> Iterator[tuple[str, float]]:
     """Yield what a metric computed as plain numbers: one, or one for each entry."""
     if isinstance(value, Mapping):
-        for part, one in value.items():
-            yield from _numbers(f"{name}/{part}", one)
+        for part, item in value.items():
+            yield from _numbers(f"{name}/{part}", item)
     elif isinstance(value, list | tuple):
-        for index, one in enumerate(value):
-            yield from _numbers(f"{name}/{index}", one)
+        for index, element in enumerate(value):
+            yield from _numbers(f"{name}/{index}", element)
     elif is_array(value) and value.ndim:
         yield from ((f"{name}/{index}", number) for index, number in enumerate(value.flatten().tolist()))
     else:
@@ -295,7 +299,7 @@ class WeightedMeans:
         self.add_up()
         names = sorted(self._sums, key=lambda name: name != "loss")  # the loss first, the others as they came
         if driver.world_size > 1:  # a rank may lack a name, or have it later
-            names = list(dict.fromkeys(name for one in driver.gather(names) for name in one))
+            names = list(dict.fromkeys(name for rank_value in driver.gather(names) for name in rank_value))
         if not names:
             return {}
         nothing = self._zero.expand(2)

@@ -118,7 +118,7 @@ class IntervalMeans:
     def state_dict(self) -> dict[str, Any]:
         """Return the sums of this rank. Waits for the device."""
         sums = {name: mean.on_host() for name, mean in self._means.items()}
-        weighted = {name: [*one] for name, one in sums.items() if one[1]}
+        weighted = {name: [*value] for name, value in sums.items() if value[1]}
         return {"since": self.since, "sums": weighted} if weighted or (self.since and self._is_first) else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -140,7 +140,7 @@ class IntervalMeans:
         if len(by_rank) == run.driver.world_size:
             return
         self.begin(self.since)
-        states = [one.get("callbacks of the rank", {}).get(callback, {}) for one in by_rank]
+        states = [state.get("callbacks of the rank", {}).get(callback, {}) for state in by_rank]
         together = max(1, len(states) // checkpoint.state["config"].get("ranks", 1))
         for state in states[::together] if run.driver.data_rank == 0 else ():
             self.load_state_dict(state)
@@ -180,7 +180,7 @@ class _Mean:
     def add(self, step: int, value: float | Tensor, weight: float | Tensor | None) -> None:
         value = host_number(value)
         weights: list[Any] = [] if weight is None else [host_number(weight)]
-        if not isinstance(value, Tensor) and not any(isinstance(one, Tensor) for one in weights):
+        if not isinstance(value, Tensor) and not any(isinstance(weight, Tensor) for weight in weights):
             self.add_sums(*weighted_total([value], weights))
         elif (buffer := self._buffer()) is not None:
             buffer.keep(step, [torch.as_tensor(value).detach()], weights)
@@ -197,11 +197,11 @@ class _Mean:
         total, weight = self._total, self._weight
         away: list[KeptLosses] = []
         buffer = self._buffer()
-        for one in [] if buffer is None else buffer.kept_since(self._since):
-            _, tensors, given, _ = one
+        for loss in [] if buffer is None else buffer.kept_since(self._since):
+            _, tensors, given, _ = loss
             losses, weights = [*map(host_number, tensors)], [*map(host_number, given)]
             if any(isinstance(number, Tensor) for number in (*losses, *weights)):
-                away.append(one)
+                away.append(loss)
             else:
                 own, counted = weighted_total(losses, weights)
                 total, weight = total + own, weight + counted
@@ -216,9 +216,9 @@ class _Mean:
             buffer.deliver(wait=True)
         return self._total, self._weight
 
-    def _add_step(self, one: StepLoss) -> None:
-        if one.step > self._since:
-            self.add_sums(one.total, one.weight)
+    def _add_step(self, loss: StepLoss) -> None:
+        if loss.step > self._since:
+            self.add_sums(loss.total, loss.weight)
 
 
 def _of_step(run: Run) -> Sums:
@@ -327,7 +327,7 @@ def with_epoch_means(callbacks: Sequence[BaseCallback], loader: object) -> list[
     A loop of ``cadenza.attach`` has no epochs.
     """
     given = checked(callbacks)  # before their positions change
-    logged = any(getattr(one, "logs_training", False) for one in given)
+    logged = any(getattr(item, "logs_training", False) for item in given)
     return given if logged or not getattr(loader, "has_epochs", True) else [EpochMeans(), *given]
 
 
@@ -345,12 +345,12 @@ def traced(session: Session, batch: Any) -> int:
     from torch._subclasses.fake_tensor import FakeTensorMode  # here, as it takes time to import
 
     model, fake = session.module, FakeTensorMode(allow_non_fake_inputs=True)
-    held = {name: fake.from_tensor(one) for name, one in model.named_buffers(remove_duplicate=False)}
-    weights = {name: fake.from_tensor(one) for name, one in model.named_parameters(remove_duplicate=False)}
+    held = {name: fake.from_tensor(tensor) for name, tensor in model.named_buffers(remove_duplicate=False)}
+    weights = {name: fake.from_tensor(tensor) for name, tensor in model.named_parameters(remove_duplicate=False)}
     with fake, _counting() as counter, nn.utils.stateless._reparametrize_module(model, {**held, **weights}):
         outputs = Outputs()
         outputs.take(session.compute(model, pytree.tree_map_only(Tensor, fake.from_tensor, batch)))
-        trained = [one for one in weights.values() if one.requires_grad]
+        trained = [weight for weight in weights.values() if weight.requires_grad]
         torch.autograd.grad(outputs["loss"], trained, allow_unused=True)
     return int(counter.get_total_flops())
 

@@ -73,7 +73,7 @@ class Verbs:
         self.own_calls.before_update(optimizers)
         if session.driver.reduces:  # the user's own module is called: with DDP its backward pass reduces nothing
             held = {id(parameter) for parameter in parameters_of(optimizers)}
-            session.driver.average_gradients([one for one in session.module.parameters() if id(one) in held])
+            session.driver.average_gradients([parameter for parameter in session.module.parameters() if id(parameter) in held])
         losses: list[Any] = []
         with session.precision.disabled():
             updating.update(session, optimizers, closure and partial(self._step_with, closure, losses))
@@ -101,18 +101,18 @@ class Verbs:
 
     def _check_known(self, optimizers: Sequence[Any]) -> None:
         session = self.session
-        for one in optimizers:
-            if not any(one is known for known in session.optimizers):
+        for optimizer in optimizers:
+            if not any(optimizer is known for known in session.optimizers):
                 raise ValueError(
-                    f"expected optimizers of the run; got {brief(one)}, which no checkpoint would hold. Give all optimizers to "
-                    f"Trainer(...) or attach(...); pass several as {self.name}.update(first, second)."
+                    f"expected optimizers of the run; got {brief(optimizer)}, which no checkpoint would hold. Give all "
+                    f"optimizers to Trainer(...) or attach(...); pass several as {self.name}.update(first, second)."
                 )
 
     def _check_closure(self, optimizers: Sequence[Optimizer], closure: Callable[[], Any] | None) -> None:
         call = f"{self.name}.update(optimizer, closure)"
         if closure is None:
-            for one in filter(needs_closure, optimizers):
-                raise ValueError(f"{type(one).__name__}.step needs a closure, and none came. Call {call}.")
+            for optimizer in filter(needs_closure, optimizers):
+                raise ValueError(f"{type(optimizer).__name__}.step needs a closure, and none came. Call {call}.")
         elif len(optimizers) != 1:
             raise ValueError(f"a closure is for one optimizer; got {counted(len(optimizers), 'optimizer')}. Call {call}.")
         elif self.session.precision.name == "fp16":
@@ -217,7 +217,7 @@ OF_LOOP: dict[Loops, type[Verbs]] = {Loops.FIT: Verbs, Loops.STEPS: StepVerbs, L
 @contextmanager
 def _adding_to(session: Session, optimizers: Sequence[Optimizer]) -> Iterator[None]:
     """Let a backward pass add gradients to the parameters of these optimizers alone."""
-    inside = {id(one): one for one in parameters_of(optimizers) if one.requires_grad}
+    inside = {id(parameter): parameter for parameter in parameters_of(optimizers) if parameter.requires_grad}
     if not inside:
         raise LossError("into= expects an optimizer with parameters that require a gradient; got none of them.")
     if not session.driver.shards:
@@ -228,15 +228,19 @@ def _adding_to(session: Session, optimizers: Sequence[Optimizer]) -> Iterator[No
             session.precision.backward_pass.inputs = ()
         return
     # With FSDP, a backward pass ends at the gathered weights, and shards their gradients: those of the others are restored.
-    others = [one for one in chain(session.module.parameters(), parameters_of(session.optimizers)) if id(one) not in inside]
-    held = [(one, one.grad) for one in dict.fromkeys(others)]
-    for one, _ in held:
-        one.grad = None
+    others = [
+        parameter
+        for parameter in chain(session.module.parameters(), parameters_of(session.optimizers))
+        if id(parameter) not in inside
+    ]
+    held = [(fromkey, fromkey.grad) for fromkey in dict.fromkeys(others)]
+    for parameter, _ in held:
+        parameter.grad = None
     try:
         yield
     finally:
-        for one, gradient in held:
-            one.grad = gradient
+        for parameter, gradient in held:
+            parameter.grad = gradient
 
 
 # -- mistakes: calls of torch beside the run, and gradients that mix -------------------------------
@@ -288,7 +292,7 @@ class OwnCalls:
         """Look at the calls of the user's code until `ending`."""
         session, progress = self._session, self._session.progress
         self._first_step, self._first_epoch = progress.step, progress.epoch + (progress.batch_in_epoch > 0)
-        self._handles = [StepGuard(one, self._check_step) for one in session.optimizers]
+        self._handles = [StepGuard(optimizer, self._check_step) for optimizer in session.optimizers]
         for parameter in dict.fromkeys(parameters_of(session.optimizers)):
             if parameter.is_floating_point() or parameter.is_complex():
                 trained = parameter.requires_grad  # it may be frozen now, and trained later
@@ -299,8 +303,8 @@ class OwnCalls:
         session.acts.after_next_step(self._look_for_updates)
 
     def _end(self) -> None:
-        for one in self._handles:
-            one.remove()
+        for handle in self._handles:
+            handle.remove()
         self._reached.clear()
 
     # -- backward passes and updates of the run ----------------------------------------------------
@@ -344,7 +348,7 @@ class OwnCalls:
             self._raw |= self._reached
             self._reached.clear()
         if self._raw:
-            self._raw = {one for one in self._raw if one.grad is not None and not _is_zero(one.grad)}
+            self._raw = {call for call in self._raw if call.grad is not None and not _is_zero(call.grad)}
 
     def _note_added(self, updates: int) -> None:
         """Note the parameters that were reached after so many updates."""
@@ -365,7 +369,9 @@ class OwnCalls:
 
     def _named(self, optimizers: Iterable[Optimizer]) -> str:
         known = [*self._session.optimizers]
-        return " and ".join(f"run.optimizers[{known.index(one)}] ({type(one).__name__})" for one in optimizers)
+        return " and ".join(
+            f"run.optimizers[{known.index(optimizer)}] ({type(optimizer).__name__})" for optimizer in optimizers
+        )
 
     # -- lines that are left in a loop, or missing --------------------------------------------------
 
@@ -384,7 +390,7 @@ class OwnCalls:
 
     def _has_gradients(self) -> bool:
         parameters = chain(parameters_of(self._session.optimizers), self._session.module.parameters())
-        return any(one.grad is not None for one in parameters)
+        return any(parameter.grad is not None for parameter in parameters)
 
     def check_first_update(self) -> None:
         """Warn if there are no gradients in the first update of the run."""

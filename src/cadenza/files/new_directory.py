@@ -28,7 +28,7 @@ class NewDirectory:
         """Make the directory, under a name that no other process has taken, and return its path."""
         self.parent.mkdir(parents=True, exist_ok=True)
         pattern = re.compile(re.escape(self.name) + r"-(\d+)")
-        taken = [int(found[1]) for one in self.parent.iterdir() if (found := pattern.fullmatch(one.name))]
+        taken = [int(found[1]) for path in self.parent.iterdir() if (found := pattern.fullmatch(path.name))]
         number = max(taken, default=0)
         while True:
             number += 1
@@ -66,7 +66,7 @@ def meant_instead(path: Path) -> str:
     >>> meant_instead(Path("runs/baselien"))
     ''
     """
-    beside = {one.parent.name: one.parent for one in path.parent.glob("*/run.json")}
+    beside = {found_path.parent.name: found_path.parent for found_path in path.parent.glob("*/run.json")}
     series = re.sub(r"\d+|.$", "", path.name)  # such as lr-0.1 and lr-0.2, or fold-a and fold-b
     for name in get_close_matches(path.name, [*beside.keys() - {path.name}], n=1, cutoff=0.8):
         if re.sub(r"\d+|.$", "", name) != series:

@@ -179,7 +179,7 @@ class Hooks(Callback):
 
     def name_of(self, callback: object) -> str:
         """Return the name of `callback` in this run."""
-        known = (name for name, one in self.callbacks.items() if one is callback)
+        known = (name for name, value in self.callbacks.items() if value is callback)
         return next(known, type(callback).__name__)
 
     def here(self) -> Scene:
@@ -216,14 +216,14 @@ class Hooks(Callback):
 
     def drop(self, name: str) -> None:
         """Call the hooks of a callback no more."""
-        self.callbacks = {owner: one for owner, one in self.callbacks.items() if owner != name}
+        self.callbacks = {owner: callback for owner, callback in self.callbacks.items() if owner != name}
         for moment, listeners in self.by_moment.items():
-            self.by_moment[moment] = [one for one in listeners if one.owner != name]
+            self.by_moment[moment] = [listener for listener in listeners if listener.owner != name]
         self._take_listeners()
 
     def _listen(self, owner: str) -> None:
-        for one in self.callbacks[owner].listeners():
-            for listener in (one, one.twin):
+        for item in self.callbacks[owner].listeners():
+            for listener in (item, item.twin):
                 if listener is not None:
                     listener.begin(owner)
                     self.by_moment.setdefault(listener.moment, []).append(listener)
@@ -291,11 +291,11 @@ class Hooks(Callback):
 
     def may_skip(self, moment: Moment) -> bool:
         """Return whether `moment` calls a listener in the current step that may skip the batch. It is the same on all ranks."""
-        return moment in self._calls and any(not one.silent for one in self._calls[moment].listeners)
+        return moment in self._calls and any(not listener.silent for listener in self._calls[moment].listeners)
 
     def remove(self, moment: Moment, function: Callable[..., Any]) -> None:
         """Call a function at a moment no more in this run: it has nothing to do there. Every rank must call this."""
-        self.by_moment[moment] = [one for one in self.by_moment.get(moment, ()) if one.function != function]
+        self.by_moment[moment] = [hook for hook in self.by_moment.get(moment, ()) if hook.function != function]
         self._take_listeners()
 
     def _make_functions(self, make: Callable[[Moment, Calls, Scene, Failed], Callable[..., None]]) -> None:

@@ -104,7 +104,7 @@ class Listener:
     def moments(self) -> tuple[str, ...]:
         """The name of its moment; with a twin, both names."""
         pair = (self,) if self.twin is None else (self, self.twin)
-        return tuple(sorted({one.moment.__name__ for one in pair}))
+        return tuple(sorted({listener.moment.__name__ for listener in pair}))
 
     def begin(self, owner: str) -> None:
         """Reset all state for a run that starts."""
@@ -140,15 +140,15 @@ class Listener:
 
 def inner(listeners: list[Listener]) -> list[Listener]:
     """Return the same listeners, marked as those that plans leave out: they prepare other listeners of their callback."""
-    for one in listeners:
-        one.inner = True
+    for listener in listeners:
+        listener.inner = True
     return listeners
 
 
 def silent(listeners: list[Listener]) -> list[Listener]:
     """Return the same listeners, marked as silent: see `Listener.silent`."""
-    for one in listeners:
-        one.silent = True
+    for listener in listeners:
+        listener.silent = True
     return listeners
 
 
@@ -264,7 +264,9 @@ class Trigger:
 
     def owes(self) -> bool:
         """Return whether it is due at the next firing, whatever the counters are then. Every rank must call this."""
-        return self.owed or any(one.is_late() for one in self.functions.values() if isinstance(one, StepFunction))
+        return self.owed or any(
+            function.is_late() for function in self.functions.values() if isinstance(function, StepFunction)
+        )
 
 
 class StepFunction:
@@ -323,7 +325,9 @@ def state_of(triggers: Iterable[Trigger], at: Progress) -> dict[str, Any]:
     It is that of the trigger which asked last. For the others, nothing was due since they asked.
     """
     state: dict[str, Any] = {}
-    for trigger in (one for one in triggers if one.functions or one.schedule.lengths):  # others have no need of the past
+    for trigger in (
+        trigger for trigger in triggers if trigger.functions or trigger.schedule.lengths
+    ):  # others have no need of the past
         own = trigger.before_at(at).to_plain()
         moment = state.setdefault(" and ".join(trigger.moments), {**own, "due": [], "owed": []})
         earlier, later = sorted((moment, own), key=_position)

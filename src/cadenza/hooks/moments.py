@@ -100,7 +100,7 @@ def check_settings(holder: Any, owner: str) -> None:
         classes = getattr(holder, name)
         if _is_computed(classes):
             continue
-        if not isinstance(classes, tuple) or not all(isinstance(one, type | Phase) for one in classes):
+        if not isinstance(classes, tuple) or not all(isinstance(class_name, type | Phase) for class_name in classes):
             raise OrderError(
                 f"{owner}.{name} must be a tuple of classes and phases, such as (Evaluate, Phase.SAVE); got {classes!r}"
             )
@@ -376,7 +376,7 @@ class HeldWeights(NamedTuple):
     def tensors_in(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return the tensors in a state of the callback, by the model's names."""
         found = state[self.entry].items()
-        return {name.removeprefix(self.prefix): one for name, one in found if name.startswith(self.prefix)}
+        return {name.removeprefix(self.prefix): match for name, match in found if name.startswith(self.prefix)}
 
 
 @runtime_checkable
@@ -464,7 +464,7 @@ def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
             signature = signature_of(function, follow_wrapped=through_wrappers)
         except ValueError:  # some builtins have none
             continue
-        kinds = [one.kind for one in signature.parameters.values() if one.kind is not one.VAR_KEYWORD]
+        kinds = [parameter.kind for parameter in signature.parameters.values() if parameter.kind is not parameter.VAR_KEYWORD]
         if len(kinds) > 2 or inspect.Parameter.VAR_POSITIONAL not in kinds or through_wrappers:
             return signature
     return None

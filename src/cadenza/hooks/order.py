@@ -92,7 +92,9 @@ def arranged(callbacks: Sequence[Ordered], names: Sequence[str]) -> tuple[list[i
                 heappush(ready, index)
     if len(order) < len(callbacks):
         done = set(order)
-        raise OrderError(_contradiction({index: one for index, one in predecessors.items() if index not in done}, names))
+        raise OrderError(
+            _contradiction({index: predecessor for index, predecessor in predecessors.items() if index not in done}, names)
+        )
     return order, reasons
 
 
@@ -117,9 +119,9 @@ def _relations(callbacks: Sequence[Ordered]) -> dict[int, set[int]]:
 
 
 def _named(relation: Relation, alike: dict[tuple[type, Phase | None], list[int]]) -> Iterable[int]:
-    for one in relation:
+    for element in relation:
         for (kind, phase), indices in alike.items():
-            if phase is one if isinstance(one, Phase) else issubclass(kind, one):
+            if phase is element if isinstance(element, Phase) else issubclass(kind, element):
                 yield from indices
 
 

@@ -479,7 +479,7 @@ class Composite(Schedule):
         object.__setattr__(self, "_asked", sorted(self.parts, key=has_function))
 
     @staticmethod
-    def of(operator: Literal["|", "&"], one: Schedule, other: object) -> Composite:
+    def of(operator: Literal["|", "&"], schedule: Schedule, other: object) -> Composite:
         """Return the composite of two schedules.
 
         Raises:
@@ -487,7 +487,9 @@ class Composite(Schedule):
         """
         if not isinstance(other, Schedule):
             raise TypeError(f'expected a schedule on both sides of {operator}, such as Every("500 steps"); got {other!r}')
-        nested = (part.parts if isinstance(part, Composite) and part.operator == operator else (part,) for part in (one, other))
+        nested = (
+            part.parts if isinstance(part, Composite) and part.operator == operator else (part,) for part in (schedule, other)
+        )
         return Composite(operator, tuple(chain(*nested)))
 
     def due(self, now: Reading, before: Reading) -> bool:

@@ -82,7 +82,7 @@ def periodic(every: Interval, function: Callable[[Run], object], note: str = "")
     if schedule.only_epochs:
         return Listener(Callback.on_epoch_end, function, schedule, note)
     listener = Listener(Callback.on_step_end, function, schedule, note)
-    if any(one.only_epochs for one in schedule.leaves()):
+    if any(leave.only_epochs for leave in schedule.leaves()):
         listener.twin = Listener(Callback.on_epoch_end, function, schedule, note, twin=proxy(listener))
     return listener
 
@@ -106,7 +106,7 @@ def in_steps(every: Interval, owner: str, why: str, remedy: str = "") -> Schedul
 "500 steps"; got 'every epoch'.
     """
     schedule = Schedule.parse(every)
-    if any(isinstance(one, When) or (isinstance(one, OfLength) and one.unit != "step") for one in schedule.leaves()):
+    if any(isinstance(leave, When) or (isinstance(leave, OfLength) and leave.unit != "step") for leave in schedule.leaves()):
         needs = f'{why}, so {owner} needs an interval in steps, such as "500 steps"'
         raise ScheduleError(f"{needs}; got {str(schedule)!r}.{remedy and f' {remedy}'}")
     return schedule

@@ -132,8 +132,8 @@ def _sizes_in(part: Any) -> Iterator[int]:
         if len(part.shape):
             yield int(part.shape[0])
     elif not isinstance(part, str | bytes | int | float | None):
-        for one in _parts(part):
-            yield from _sizes_in(one)
+        for piece in _parts(part):
+            yield from _sizes_in(piece)
 
 
 def _parts(batch: object) -> Iterable[Any]:
@@ -254,13 +254,13 @@ class SampleCounter:
 
     def counted(self, batches: Iterable[Any]) -> Iterator[Any]:
         """Yield each batch, and record its number of samples."""
-        for one in batches:
-            if type(one) is CountedBatch:
-                self.samples = one.samples
-                yield one.batch
+        for batch in batches:
+            if type(batch) is CountedBatch:
+                self.samples = batch.samples
+                yield batch.batch
             else:
                 self.samples = None
-                yield one
+                yield batch
 
     def size_of(self, batch: Any) -> int:
         """Return the number of samples in the last batch: from the loader or, if it is unknown there, from `batch`."""

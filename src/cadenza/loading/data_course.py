@@ -152,10 +152,10 @@ class DataCourse:
         if after is not None:
             count = min(count, after.batch - at.batches_before(epoch, read))
         batches = [
-            one
+            entry
             for rank in range(segment.ranks)
             for number in range(read, read + count)
-            for one in self._named(segment, rank, epoch, number)
+            for entry in self._named(segment, rank, epoch, number)
         ]
         return StepSamples(step, epoch, segment.ranks, tuple(batches))
 
@@ -176,16 +176,16 @@ class DataCourse:
 
     def to_plain(self) -> list[dict[str, Any]]:
         """Return it as plain values."""
-        return [{**asdict(one), "points": [list(point) for point in one.points]} for one in self.segments]
+        return [{**asdict(segment), "points": [list(point) for point in segment.points]} for segment in self.segments]
 
     @staticmethod
     def from_plain(plain: Sequence[Mapping[str, Any]]) -> DataCourse:
         """Return the course from the result of `to_plain`."""
         segments = []
-        for one in plain:
-            points = [Point(*point) for point in one["points"]]
-            consumed = tuple((ranks, done) for ranks, done in one["consumed"])
-            segments.append(Segment(**{**one, "points": points, "consumed": consumed}))
+        for entry in plain:
+            points = [Point(*point) for point in entry["points"]]
+            consumed = tuple((ranks, done) for ranks, done in entry["consumed"])
+            segments.append(Segment(**{**entry, "points": points, "consumed": consumed}))
         return DataCourse(segments)
 
     def _point_before(self, step: int) -> tuple[Segment, Point, Point | None]:
@@ -207,7 +207,7 @@ class DataCourse:
         if key not in self._opened:
             self._opened[key] = segment.opened(rank, epoch)
         found = self._opened[key].located(epoch, number)
-        return [_batch(segment, rank, one) for one in found]
+        return [_batch(segment, rank, number) for number in found]
 
 
 def _batch(segment: Segment, rank: int, at: Located) -> BatchSamples:
@@ -255,7 +255,7 @@ def described(loader: Any, rank: int = 0) -> dict[str, Any]:
         return {"kind": "limited", "count": loader.count, "loader": described(loader.loader, rank)}
     if isinstance(loader, Mixture):
         weights = {} if loader.weights is None else {"weights": loader.weights}
-        loaders = {name: described(one, rank) for name, one in loader.loaders.items()}
+        loaders = {name: described(value, rank) for name, value in loader.loaders.items()}
         return {"kind": "mixture", "mode": loader.mode, "stop": loader.stop, **weights, "loaders": loaders}
     if isinstance(loader, TensorBatches):
         names = ("samples", "batch_size", "drop_last", "shuffle", "seed")
@@ -324,7 +324,7 @@ def rebuilt(description: Mapping[str, Any], rank: int) -> Any:
     if kind == "limited":
         return Limited(rebuilt(description["loader"], rank), description["count"])
     if kind == "mixture":
-        loaders = {name: rebuilt(one, rank) for name, one in description["loaders"].items()}
+        loaders = {name: rebuilt(value, rank) for name, value in description["loaders"].items()}
         return Mixture(loaders, description["mode"], weights=description.get("weights"), stop=description["stop"])
     if kind == "tensors":
         options = {name: description[name] for name in ("batch_size", "drop_last", "shuffle", "seed")}

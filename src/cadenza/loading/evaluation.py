@@ -111,14 +111,14 @@ class Evaluation(SampleCounter):
     def batches(self) -> int | None:
         """The number of batches on this rank; some ranks have one less. None if the loader has no length."""
         batches = [length_of(self._limited(loader)) for loader in self._loaders().values()]
-        known = [one for one in batches if one is not None]
+        known = [batch for batch in batches if batch is not None]
         return None if len(known) < len(batches) else -(-sum(known) // self.ranks)
 
     @staticmethod
     def among(callbacks: Iterable[object], name: str) -> Evaluation | None:
         """Return the evaluation of this name that one of the callbacks carries out; None without one."""
-        held = (getattr(one, "evaluation", None) for one in callbacks)
-        return next((one for one in held if isinstance(one, Evaluation) and one.name == name), None)
+        held = (getattr(callback, "evaluation", None) for callback in callbacks)
+        return next((metric for metric in held if isinstance(metric, Evaluation) and metric.name == name), None)
 
     def trial(self, batches: int) -> Evaluation:
         """Return an evaluation of the first `batches` batches, with separate results."""
@@ -127,7 +127,7 @@ class Evaluation(SampleCounter):
 
     def parts(self) -> dict[str, Evaluation]:
         """Return an evaluation for each of the `sources`, with copies of the metrics, to add up its results."""
-        parts = {name: Evaluation(one, metrics=deepcopy(self.given_metrics)) for name, one in self.sources.items()}
+        parts = {name: Evaluation(source, metrics=deepcopy(self.given_metrics)) for name, source in self.sources.items()}
         for name, part in parts.items():
             part.name = f"{self.name}/{name}"
         return parts
@@ -177,8 +177,8 @@ class Evaluation(SampleCounter):
             return
         if self.ranks > 1:
             what = f"the loader of {self.name!r}" if self.source is None else f"the loader {self.source!r} of {self.name!r}"
-            for one in given.loaders.values() if isinstance(given, Mixture) else [loader]:
-                check_enough_batches(one, length_of(one), shard, what)
+            for value in given.loaders.values() if isinstance(given, Mixture) else [loader]:
+                check_enough_batches(value, length_of(value), shard, what)
             driver.share_buffers(run.model)  # checkpoints contain those of the main process
         whole = isinstance(given, Mixture) and given.stop == "longest"
         source = resumable(loader, data_seed, shard=shard)
@@ -296,7 +296,7 @@ def share_states(metrics: Iterable[Any]) -> None:
 @contextmanager
 def reduced_over(metrics: Iterable[Any], group: Any) -> Iterator[None]:
     """Return a context in which metrics of torchmetrics reduce over the ranks of a process group; None: over all."""
-    modules = [part for one in metrics if group is not None and _is_torchmetrics(one) for part in one.modules()]
+    modules = [part for metric in metrics if group is not None and _is_torchmetrics(metric) for part in metric.modules()]
     set_here = [part for part in modules if getattr(part, "process_group", 0) is None]
     try:
         for part in set_here:
@@ -309,11 +309,11 @@ def reduced_over(metrics: Iterable[Any], group: Any) -> Iterator[None]:
 
 def check_state(metrics: Metrics | None) -> None:
     """Raise `TypeError` for a metric of which a checkpoint cannot hold the state."""
-    for one in updated_together(metrics):
-        if not all(callable(getattr(one.metric, name, None)) for name in ("state_dict", "load_state_dict")):
+    for updated in updated_together(metrics):
+        if not all(callable(getattr(updated.metric, name, None)) for name in ("state_dict", "load_state_dict")):
             raise TypeError(
-                f"{one.where} must have state_dict and load_state_dict, so that a run can continue inside of an interval; got "
-                f"{one.metric!r}. Use a metric of torchmetrics, or add these methods."
+                f"{updated.where} must have state_dict and load_state_dict, so that a run can continue inside of an interval; "
+                f"got {updated.metric!r}. Use a metric of torchmetrics, or add these methods."
             )
 
 

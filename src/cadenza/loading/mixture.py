@@ -144,7 +144,7 @@ class Mixture:
         found: dict[str, Iterable[Any]] = {}
         for name, loader in self.loaders.items():
             if isinstance(loader, Mixture) and loader.mode != "zip":
-                found |= {f"{name}/{inner}": one for inner, one in loader.leaves().items()}
+                found |= {f"{name}/{inner}": leave for inner, leave in loader.leaves().items()}
             else:
                 found[name] = loader
         return found
@@ -266,7 +266,7 @@ class _Asked:
             if not at.read:
                 raise DataError(_no_batch(list(self._mixture.loaders)[index], at.passes))
             at.ended = True
-            if self._mixture.stop == "shortest" or all(one.ended for one in self.positions):
+            if self._mixture.stop == "shortest" or all(position.ended for position in self.positions):
                 return END
             at.passes, at.read, at.consumed = at.passes + 1, 0, ()
 
@@ -329,7 +329,7 @@ def _check_source(name: Any, loader: Any, loaders: Mapping[str, Any], *, again: 
             f'the loader {name!r} is an iterator, which can be read once; with stop="longest" it must be able to begin a new '
             "pass. Pass a list, a DataLoader, or another iterable that starts again at each iter()."
         )
-    if twin := next((other for other, one in loaders.items() if one is loader and other != name), None):
+    if twin := next((other for other, value in loaders.items() if value is loader and other != name), None):
         raise ValueError(f"the loaders {name!r} and {twin!r} are one object, which has one position. Create two loaders.")
 
 

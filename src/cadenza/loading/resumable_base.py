@@ -203,5 +203,5 @@ def cut_to(batch: Any, length: int, keys: Sequence[str | int] | None, dim: int) 
         again: Any = copy(batch)
         again.update(parts)
         return again
-    every = [parts.get(index, one) for index, one in enumerate(batch)]
+    every = [parts.get(index, item) for index, item in enumerate(batch)]
     return type(batch)(*every) if hasattr(batch, "_fields") else type(batch)(every)

@@ -242,7 +242,7 @@ class _Listed(ResumableLoader):
         if not shard.share_data:
             return shard.until_any_ends(islice(self._batches, own, None), len(self._batches) - own)
         positions = batches_of_rank(PositionBatches.of(len(self._batches), 1), shard, splits=False)
-        return (self._batches[one.start] for one in positions.since(own))
+        return (self._batches[item.start] for item in positions.since(own))
 
     def located(self, epoch: int, number: int) -> list[Located]:
         """Return the index of the batch in the list."""
@@ -250,7 +250,7 @@ class _Listed(ResumableLoader):
         index: int | None = own
         if shard.share_data:
             positions = batches_of_rank(PositionBatches.of(len(self._batches), 1), shard, splits=False)
-            index = next((one.start for one in positions.since(own)), None)
+            index = next((item.start for item in positions.since(own)), None)
         return [Located("", epoch, number, None if index is None else [index])]
 
 
@@ -427,7 +427,9 @@ class MixedLoader(ResumableLoader):
 
     def indices(self, epoch: int, number: int) -> Sequence[Any] | None:
         """Return the indices in the dataset of the loader that batch `number` comes from; None in the mode zip."""
-        return None if self._mixture.mode == "zip" else next((one.indices for one in self.located(epoch, number)), None)
+        return (
+            None if self._mixture.mode == "zip" else next((position.indices for position in self.located(epoch, number)), None)
+        )
 
     def located(self, epoch: int, number: int) -> list[Located]:
         positions = self._walked(epoch, number)
@@ -437,7 +439,7 @@ class MixedLoader(ResumableLoader):
         for index in next(walk, ()):
             at, name = positions[index], self._names[index]
             inside = self._open(index, at).located(epoch + at.passes * PASS, at.read - 1)
-            found += [one._replace(source=f"{name}/{one.source}" if one.source else name) for one in inside]
+            found += [position._replace(source=f"{name}/{position.source}" if position.source else name) for position in inside]
         return found
 
     # -- positions ---------------------------------------------------------------------------------

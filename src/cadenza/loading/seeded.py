@@ -154,8 +154,8 @@ def may_draw(dataset: Any, collate: Any) -> bool:
     if type(dataset) is Subset:
         return may_draw(dataset.dataset, collate)
     if type(dataset) is ConcatDataset:
-        return any(may_draw(one, collate) for one in dataset.datasets)
-    plain = type(dataset) is TensorDataset and all(type(one) is Tensor for one in dataset.tensors)
+        return any(may_draw(part, collate) for part in dataset.datasets)
+    plain = type(dataset) is TensorDataset and all(type(tensor) is Tensor for tensor in dataset.tensors)
     return not plain or collate is not default_collate
 
 
@@ -278,7 +278,7 @@ class ResumableSampler:
         own = batches_of_rank(batches, self.shard, splits=self._batched)
         self.replicated_at = own.replicated_at
         indices = order.read(own.since(skip))
-        return (one.tolist() for one in indices) if self._batched else (int(one) for one in indices)
+        return (index.tolist() for index in indices) if self._batched else (int(index) for index in indices)
 
     def _sharded(self, drawn: Iterator[Any]) -> Iterator[Any]:
         """Return the items of this rank's shard from those of the whole sampler."""

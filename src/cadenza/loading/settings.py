@@ -94,7 +94,7 @@ def loader_hints(loader: Any) -> Iterator[str]:
     slicing takes 16.
     """
     if isinstance(loader, Mixture):
-        yield from dict.fromkeys(hint for one in loader.loaders.values() for hint in loader_hints(one))
+        yield from dict.fromkeys(hint for value in loader.loaders.values() for hint in loader_hints(value))
     if not isinstance(loader, DataLoader):
         return
     data = loader.dataset

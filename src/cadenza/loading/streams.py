@@ -57,7 +57,7 @@ class _Collate:
     def __call__(self, placed: Any) -> _Placed:
         if not self._batched:
             return _Placed(CountedBatch(self._collate(placed.value), None), placed.position)
-        return _Placed(CountedBatch(self._collate([one.value for one in placed]), len(placed)), placed[-1].position)
+        return _Placed(CountedBatch(self._collate([position.value for position in placed]), len(placed)), placed[-1].position)
 
 
 class _OwnShards(IterableDataset[_Placed]):
@@ -109,13 +109,13 @@ class StreamPosition:
 
     def to_plain(self) -> dict[str, Any]:
         """Return it as plain values."""
-        return {"workers": self.workers, "turn": self.turn, "reached": [list(one) for one in self._reached.values()]}
+        return {"workers": self.workers, "turn": self.turn, "reached": [list(value) for value in self._reached.values()]}
 
     @staticmethod
     def from_plain(plain: Mapping[str, Any]) -> StreamPosition:
         """Return the position from the result of `to_plain`."""
         position = StreamPosition(plain["workers"])
-        position.turn, position._reached = plain["turn"], {one[0]: Position(*one) for one in plain["reached"]}
+        position.turn, position._reached = plain["turn"], {position[0]: Position(*position) for position in plain["reached"]}
         return position
 
 

@@ -89,7 +89,7 @@ class TensorBatches(Generic[BatchT]):
                 raise TypeError(f"{name} must be a whole number; got {value!r}")
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1 sample; got {batch_size!r}")
-        self._tensors = [one.detach() if device is None else one.detach().to(device) for one in named.values()]
+        self._tensors = [value.detach() if device is None else value.detach().to(device) for value in named.values()]
         self._names = list(named) if isinstance(tensors[0], Mapping) else None
         self.samples: int = _common_length(named)
         """The number of samples."""
@@ -182,20 +182,20 @@ class TensorBatches(Generic[BatchT]):
 def _named(tensors: Sequence[Any]) -> dict[str, Tensor]:
     """Return the tensors by the name for error messages: the key in the mapping, or the number of the argument."""
     given = tensors[0] if len(tensors) == 1 and isinstance(tensors[0], Mapping) else None
-    named = {str(i): one for i, one in enumerate(tensors)} if given is None else dict(given)
+    named = {str(i): tensor for i, tensor in enumerate(tensors)} if given is None else dict(given)
     if not named:
         raise TypeError("TensorBatches takes one or more tensors, or a mapping of names to tensors; got none")
-    for name, one in named.items():
-        if not isinstance(one, Tensor):
-            hint = ". Convert it with torch.as_tensor(...)" if hasattr(one, "__array__") or isinstance(one, list) else ""
-            raise TypeError(f"TensorBatches takes tensors; got a {type(one).__name__} as {name!r}{hint}")
-        if not one.ndim:
+    for name, value in named.items():
+        if not isinstance(value, Tensor):
+            hint = ". Convert it with torch.as_tensor(...)" if hasattr(value, "__array__") or isinstance(value, list) else ""
+            raise TypeError(f"TensorBatches takes tensors; got a {type(value).__name__} as {name!r}{hint}")
+        if not value.ndim:
             raise ValueError(f"tensor {name!r} must have shape (samples, ...); got one of shape ()")
     return named
 
 
 def _common_length(named: Mapping[str, Tensor]) -> int:
-    lengths = {name: len(one) for name, one in named.items()}
+    lengths = {name: len(value) for name, value in named.items()}
     if len(set(lengths.values())) > 1:
         given = ", ".join(f"{name}: {length}" for name, length in lengths.items())
         raise ValueError(f"all tensors must have the same number of rows, one for each sample; got {given}")
@@ -203,7 +203,7 @@ def _common_length(named: Mapping[str, Tensor]) -> int:
 
 
 def _common_device(named: Mapping[str, Tensor]) -> torch.device:
-    devices = {name: one.device for name, one in named.items()}
+    devices = {name: value.device for name, value in named.items()}
     if len(set(devices.values())) > 1:
         given = ", ".join(f"{name}: {device}" for name, device in devices.items())
         raise ValueError(f"all tensors must be on the same device; got {given}. Pass device= to move them to one device.")

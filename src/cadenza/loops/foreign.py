@@ -106,17 +106,17 @@ def adapted(callbacks: object) -> Any:
     if isinstance(callbacks, BaseCallback) or not isinstance(callbacks, Iterable):
         return callbacks
     given, seen = list(callbacks), set[int]()
-    for index, one in enumerate(given):
-        if isinstance(one, AdaptedCallback):
-            _check_once(one.callback, index, seen)
-        elif base_of(one) is not None:
-            if isinstance(one, type):
+    for index, item in enumerate(given):
+        if isinstance(item, AdaptedCallback):
+            _check_once(item.callback, index, seen)
+        elif base_of(item) is not None:
+            if isinstance(item, type):
                 raise CallbackError(
-                    f"callbacks[{index}] is the class {one.__name__}; expected an instance: {one.__name__}(...)"
+                    f"callbacks[{index}] is the class {item.__name__}; expected an instance: {item.__name__}(...)"
                 )
-            _check_once(one, index, seen)
-            given[index] = adapt(one)
-    kinds = dict.fromkeys(type(one) for one in given if isinstance(one, AdaptedCallback))
+            _check_once(item, index, seen)
+            given[index] = adapt(item)
+    kinds = dict.fromkeys(type(item) for item in given if isinstance(item, AdaptedCallback))
     if kinds:
         _tell_apart(given)
     for kind in kinds:
@@ -145,13 +145,13 @@ def _tell_apart(callbacks: list[Any]) -> None:
     So states and decisions belong to the same callback when the order of the list changes.
     """
     systems: dict[str, set[str]] = {}
-    for one in callbacks:
-        foreign = isinstance(one, AdaptedCallback)
-        name = type(one.callback).__name__ if foreign else getattr(one, "name", None) or type(one).__name__
-        systems.setdefault(name, set()).add(one.system if foreign else "")
-    for one in callbacks:
-        if isinstance(one, AdaptedCallback) and len(systems[type(one.callback).__name__]) > 1:
-            one.name = f"{type(one.callback).__name__} ({one.system})"
+    for callback in callbacks:
+        foreign = isinstance(callback, AdaptedCallback)
+        name = type(callback.callback).__name__ if foreign else getattr(callback, "name", None) or type(callback).__name__
+        systems.setdefault(name, set()).add(callback.system if foreign else "")
+    for callback in callbacks:
+        if isinstance(callback, AdaptedCallback) and len(systems[type(callback.callback).__name__]) > 1:
+            callback.name = f"{type(callback.callback).__name__} ({callback.system})"
 
 
 def not_a_list(callbacks: object) -> CallbackError:
@@ -177,11 +177,11 @@ def adapt(callback: object) -> AdaptedCallback:
     if base is None or isinstance(callback, type):
         titles = ", ".join({**ADAPTERS, **_of_others()})
         raise TypeError(f"expected a callback of another system, with one of the bases {titles}; got {callback!r}")
-    kinds = list(dict.fromkeys(_adapter(one) for one in type(callback).__mro__ if _target(one) is not None))
+    kinds = list(dict.fromkeys(_adapter(base) for base in type(callback).__mro__ if _target(base) is not None))
     if len(kinds) > 1:
         raise CallbackError(
-            f"{type(callback).__name__} is derived from callbacks of two systems, {' and '.join(one.system for one in kinds)}. "
-            "Make one class for each."
+            f"{type(callback).__name__} is derived from callbacks of two systems, {' and '.join(kind.system for kind in kinds)}"
+            ". Make one class for each."
         )
     return kinds[0](callback, base)
 
@@ -191,7 +191,7 @@ def base_of(callback: object) -> type[Any] | None:
     kind = callback if isinstance(callback, type) else type(callback)
     if issubclass(kind, BaseCallback):
         return None
-    return next((one for one in kind.__mro__ if _target(one) is not None), None)
+    return next((base for base in kind.__mro__ if _target(base) is not None), None)
 
 
 def title_of(kind: type[Any]) -> str:
@@ -209,7 +209,7 @@ def _target(kind: type[Any]) -> str | None:
 @cache
 def _of_others() -> Mapping[str, str]:
     """Return the adapters of other packages. They are read when a list has an element that is no native callback."""
-    return {one.name: one.value for one in entry_points(group="cadenza.adapters")}
+    return {point.name: point.value for point in entry_points(group="cadenza.adapters")}
 
 
 @cache
@@ -231,27 +231,27 @@ def _adapter(kind: type[Any]) -> type[AdaptedCallback]:
 
 def before_trainer(callbacks: Iterable[object], **arguments: Any) -> dict[str, Any]:
     """Return arguments of a trainer, changed by the adapters in its list."""
-    for one in callbacks:
-        if isinstance(one, AdaptedCallback):
-            one.before_trainer(arguments)
+    for callback in callbacks:
+        if isinstance(callback, AdaptedCallback):
+            callback.before_trainer(arguments)
     return arguments
 
 
 def before_fit(callbacks: Iterable[object], model: Any) -> None:
     """Let the adapters in a list prepare the model."""
-    for one in callbacks:
-        if isinstance(one, AdaptedCallback):
-            one.before_fit(model)
+    for callback in callbacks:
+        if isinstance(callback, AdaptedCallback):
+            callback.before_fit(model)
 
 
 def beforehand(hooks: Hooks) -> tuple[list[str], list[str]]:
     """Return lines of all adapters for the plan, warnings with ``!``, and warnings for the start of a run."""
-    foreign = {name: one for name, one in hooks.callbacks.items() if isinstance(one, AdaptedCallback)}
+    foreign = {name: callback for name, callback in hooks.callbacks.items() if isinstance(callback, AdaptedCallback)}
     if not foreign:
         return [], []
-    shown = [name if name.endswith(f"({one.system})") else f"{name} ({one.system})" for name, one in foreign.items()]
+    shown = [name if name.endswith(f"({value.system})") else f"{name} ({value.system})" for name, value in foreign.items()]
     notes, warnings = [f"of other systems: {', '.join(shown)}"], list[str]()
-    for name, one in foreign.items():
-        lines, doubts = one.beforehand(name, hooks)
+    for name, value in foreign.items():
+        lines, doubts = value.beforehand(name, hooks)
         notes, warnings = notes + lines, warnings + doubts
     return notes, warnings

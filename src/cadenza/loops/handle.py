@@ -329,7 +329,7 @@ def _attach(session: Session, callback: BaseCallback, *, who: str) -> str:
         ScheduleError: One of its schedules does not work with this run.
     """
     run, hooks = session.run, session.hooks
-    if any(one is callback for one in hooks.callbacks.values()):
+    if any(value is callback for value in hooks.callbacks.values()):
         raise CallbackError(f"{hooks.name_of(callback)} is in the run already. Make a second instance to attach it as well.")
     name = hooks.add(callback)
     try:
@@ -360,7 +360,7 @@ def _detach(session: Session, callback: BaseCallback, *, who: str) -> None:
         CallbackError: It is not in the run; or it writes checkpoints, which end with the run.
     """
     hooks = session.hooks
-    name = next((name for name, one in hooks.callbacks.items() if one is callback), None)
+    name = next((name for name, value in hooks.callbacks.items() if value is callback), None)
     if name is None:
         raise CallbackError(f"{brief(callback)} is not in this run. Its callbacks are {', '.join(hooks.callbacks) or 'none'}.")
     if callback.phase is Phase.SAVE:
@@ -383,15 +383,15 @@ def _detach(session: Session, callback: BaseCallback, *, who: str) -> None:
 def _listeners(hooks: Hooks, name: str, moment: Moment | None = None) -> list[Listener]:
     """Return the listeners of a callback, in order: those of one moment, or all."""
     moments = hooks.by_moment if moment is None else [moment]
-    return [one for at in moments for one in hooks.by_moment.get(at, ()) if one.owner == name]
+    return [hook for at in moments for hook in hooks.by_moment.get(at, ()) if hook.owner == name]
 
 
 def _forget(session: Session, name: str) -> None:
     """Close what a callback opened, and drop its listeners and its evaluations."""
     callback = session.hooks.callbacks[name]
     closers = session.acts.closers
-    own = [one for one in closers if one.listener is not None and one.listener.owner == name]
-    closers[:] = [one for one in closers if one not in own]
+    own = [closer for closer in closers if closer.listener is not None and closer.listener.owner == name]
+    closers[:] = [closer for closer in closers if closer not in own]
     try:
         session.hooks.carry_out(reversed(own), session.run)
     finally:

@@ -230,7 +230,7 @@ def plain(trainer: Any, names: Iterable[str]) -> dict[str, Any]:
 
 def described(trainer: Any, names: Iterable[str], optimizers: Iterable[Optimizer]) -> dict[str, Any]:
     """Return all arguments of a trainer as plain data: of the model its class and size, of the optimizers their settings."""
-    model = f"{type(trainer.model).__name__}, {sum(one.numel() for one in trainer.model.parameters())} parameters"
+    model = f"{type(trainer.model).__name__}, {sum(parameter.numel() for parameter in trainer.model.parameters())} parameters"
     return {"model": model, "optimizer": [*map(updates.described, optimizers)], **plain(trainer, names), **trainer._facts}
 
 
@@ -256,7 +256,7 @@ def _arguments(trainer: Any) -> Iterator[tuple[str, str]]:
 
 
 def _model(model: nn.Module) -> str:
-    return f"{type(model).__name__} of {counted(sum(one.numel() for one in model.parameters()), 'parameter')}"
+    return f"{type(model).__name__} of {counted(sum(parameter.numel() for parameter in model.parameters()), 'parameter')}"
 
 
 def _loader(loader: Any) -> str:
@@ -329,7 +329,7 @@ class Part:
         """Begin the run, and push what ends it."""
         trainer = self.trainer
         end_abandoned("another run began")
-        if any(one.run is trainer._run for one in UNDER_WAY):
+        if any(session.run is trainer._run for session in UNDER_WAY):
             raise RuntimeError("this trainer has a run that is not over. End its loop first, or make another trainer.")
         with trainer.driver.entering("at the start of a run"):
             files = self._opened_files(ending)
@@ -410,7 +410,9 @@ class Part:
             session.given.tell_values(session.run)
             start_checks.warn_of_trained_weights(session, before)
             start_checks.warn_of_notes(session, trainer._notes if before is None else ())
-        if resume or all(isinstance(one, Callback) for one in trainer.callbacks):  # adapters may write checkpoints of their own
+        if resume or all(
+            isinstance(callback, Callback) for callback in trainer.callbacks
+        ):  # adapters may write checkpoints of their own
             start_checks.warn_of_no_checkpoint(session, resume)
         start_checks.warn_of_loader(session)
         if start.loaded is not None:
@@ -420,7 +422,7 @@ class Part:
 
 def elsewhere(callbacks: Iterable[BaseCallback]) -> list[str]:
     """Return the folders and URLs of checkpoints outside of the run directory."""
-    return [one.directory for one in callbacks if isinstance(one, Checkpoint) and one.directory]
+    return [callback.directory for callback in callbacks if isinstance(callback, Checkpoint) and callback.directory]
 
 
 def _end(session: Session, kind: object, raised: BaseException | None, traceback: object) -> None:

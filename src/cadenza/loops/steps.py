@@ -230,7 +230,7 @@ class Steps:
             raise RuntimeError("steps.keep(...) must be called before the loop: the checkpoint is restored at its first step.")
         if self._kept is None:  # that of an earlier loop holds other objects
             self._kept = Kept("steps")
-            self._callbacks[:] = [*(one for one in self._callbacks if not isinstance(one, Kept)), self._kept]
+            self._callbacks[:] = [*(callback for callback in self._callbacks if not isinstance(callback, Kept)), self._kept]
         self._kept.keep(name, held)
 
     def __enter__(self) -> Self:

@@ -226,7 +226,7 @@ def _can_be_averaged(tensor: Tensor) -> bool:
 
 
 def _tensors(module: nn.Module) -> dict[str, Tensor]:
-    return {plain_name(name): one for name, one in (*module.named_parameters(), *module.named_buffers())}
+    return {plain_name(name): tensor for name, tensor in (*module.named_parameters(), *module.named_buffers())}
 
 
 def _put(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
@@ -245,13 +245,13 @@ def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
     for index, (target, source) in enumerate(zip(targets, sources, strict=True)):
         alike.setdefault((target.dtype, source.dtype), []).append(index)
     for some in alike.values():
-        torch._foreach_copy_(locals_of(targets[one] for one in some), locals_of(sources[one] for one in some))
+        torch._foreach_copy_(locals_of(targets[tensor] for tensor in some), locals_of(sources[tensor] for tensor in some))
 
 
 def _computed_in(model: nn.Module) -> dict[int, Tensor]:
     """Return copies by id of tensors with a graph that modules hold, as with the old ``weight_norm``: deepcopy refuses them."""
-    held = (one for module in model.modules() for one in tree_leaves(vars(module)))
-    return {id(one): one.detach().clone() for one in held if isinstance(one, Tensor) and not one.is_leaf}
+    held = (leave for module in model.modules() for leave in tree_leaves(vars(module)))
+    return {id(tensor): tensor.detach().clone() for tensor in held if isinstance(tensor, Tensor) and not tensor.is_leaf}
 
 
 def _mirror(module: nn.Module, made: dict[int, nn.Parameter]) -> nn.Module:

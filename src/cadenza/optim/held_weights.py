@@ -57,10 +57,10 @@ def holders_in(hooks: Hooks) -> dict[str, Holder]:
     return found
 
 
-def _ambiguous(weights: str, one: str, other: str) -> CallbackError:
+def _ambiguous(weights: str, text: str, other: str) -> CallbackError:
     return CallbackError(
-        f"two callbacks hold weights that are called {weights!r}, {one} and {other}, so Evaluate(weights={weights!r}) would be "
-        "ambiguous. Leave one out, or give it another name, such as Ema(name='slow')."
+        f"two callbacks hold weights that are called {weights!r}, {text} and {other}, so Evaluate(weights={weights!r}) would "
+        "be ambiguous. Leave one out, or give it another name, such as Ema(name='slow')."
     )
 
 
@@ -85,8 +85,8 @@ def in_place(model: nn.Module, weights: Mapping[str, Any]) -> Iterator[None]:
         weights: By the model's names, tensors or stored tensors of the same shapes, but for buffers. Others keep the model's
             values.
     """
-    present = {name: one for name, one in state_of(model).items() if name in weights and isinstance(one, Tensor)}
-    own, buffers = {name: local(one).clone() for name, one in present.items()}, buffers_of(model)
+    present = {name: value for name, value in state_of(model).items() if name in weights and isinstance(value, Tensor)}
+    own, buffers = {name: local(value).clone() for name, value in present.items()}, buffers_of(model)
     held = {name: getattr(*buffers[name]) for name in weights if name in buffers}
     try:
         load_into(model, weights)

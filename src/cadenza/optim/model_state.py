@@ -61,7 +61,7 @@ def load_into(model: nn.Module, values: Mapping[str, Any]) -> Any:
 def fitted(model: nn.Module, values: Mapping[str, Any]) -> dict[str, Any]:
     """Return values under the names of a model, in its layout. Replace its buffers of other shapes."""
     own, buffers = state_of(model), buffers_of(model)
-    device = next((one.device for one in own.values() if isinstance(one, Tensor)), None)
+    device = next((value.device for value in own.values() if isinstance(value, Tensor)), None)
     for name, value in values.items():
         if name in buffers and shape_of(value) not in (None, shape_of(own.get(name))):
             read = value if isinstance(value, Tensor) else value.read()
@@ -75,7 +75,7 @@ def decides(model: nn.Module, names: Collection[str]) -> bool:
     It may if they are buffers, or if the model has code of its own that loads.
     """
     own = type(model).load_state_dict is not nn.Module.load_state_dict
-    return own or buffers_of(model).keys() >= set(names) or any(one._load_state_dict_pre_hooks for one in model.modules())
+    return own or buffers_of(model).keys() >= set(names) or any(module._load_state_dict_pre_hooks for module in model.modules())
 
 
 def untied(model: nn.Module, values: Mapping[str, Any]) -> dict[str, str]:
@@ -85,8 +85,8 @@ def untied(model: nn.Module, values: Mapping[str, Any]) -> dict[str, str]:
     for name, tensor in ((plain_name(name), tensor) for name, tensor in tensors):
         other = first.setdefault(id(tensor), name) if name in values else name
         if other != name and values[other] is not values[name]:
-            one, another = (value if isinstance(value, Tensor) else value.read() for value in (values[other], values[name]))
-            if first_difference(one, another) is not None:
+            tied, alone = (value if isinstance(value, Tensor) else value.read() for value in (values[other], values[name]))
+            if first_difference(tied, alone) is not None:
                 found[name] = other
     return found
 
@@ -99,8 +99,8 @@ def load_by_model(model: nn.Module, values: Mapping[str, Any]) -> bool:
     if not differing or not decides(model, differing):
         return False
     held = [(module, dict(module._buffers)) for module in model.modules()]
-    before = [(one, one.detach().clone()) for one in (*model.parameters(), *model.buffers())]
-    if any(is_sharded(one) for one, _ in before):
+    before = [(parameter, parameter.detach().clone()) for parameter in (*model.parameters(), *model.buffers())]
+    if any(is_sharded(tensor) for tensor, _ in before):
         return False
     fits = False
     try:

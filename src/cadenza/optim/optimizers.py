@@ -145,7 +145,7 @@ def why_not_fused(optimizer: Optimizer, model: nn.Module, device_type: str | Non
         return "dampening is not 0"  # see `made_fit`
     if type(optimizer) in (SGD, Adagrad) and any(getattr(module, "sparse", False) is True for module in model.modules()):
         return "the model has sparse gradients"
-    reasons = (_unfit(one, where, device_type or one.device.type) for one in parameters_of([optimizer]))
+    reasons = (_unfit(parameter, where, device_type or parameter.device.type) for parameter in parameters_of([optimizer]))
     return next(filter(None, reasons), None)
 
 
@@ -199,7 +199,7 @@ def loadable(optimizer: Optimizer, saved: Mapping[str, Any]) -> Mapping[str, Any
     groups = saved["param_groups"] if is_of_torch(saved) else []
     if where is None or fused(optimizer) or not any(group.get("fused") is True for group in groups):
         return saved
-    if not any(_unfit(one, where, one.device.type) for one in parameters_of([optimizer])):
+    if not any(_unfit(parameter, where, parameter.device.type) for parameter in parameters_of([optimizer])):
         return saved
     return {**saved, "param_groups": [{**group, "fused": None} if group.get("fused") is True else group for group in groups]}
 
@@ -280,4 +280,4 @@ def _chosen(group: Mapping[str, Any]) -> str | None:
 
 
 def _has_tensor(setting: object) -> bool:
-    return any(isinstance(one, Tensor) for one in (setting if isinstance(setting, tuple) else (setting,)))
+    return any(isinstance(number, Tensor) for number in (setting if isinstance(setting, tuple) else (setting,)))

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 def parameters_of(optimizers: Iterable[Optimizer]) -> Iterator[Tensor]:
     """Yield every parameter that the optimizers update."""
-    return (one for optimizer in optimizers for group in optimizer.param_groups for one in group["params"])
+    return (parameter for optimizer in optimizers for group in optimizer.param_groups for parameter in group["params"])
 
 
 def distinct_gradients(optimizers: Iterable[Optimizer]) -> list[Tensor]:
@@ -78,8 +78,10 @@ class ExtraParameters:
         """Find the parameters, and give all ranks the same values. Every rank must call this."""
         model = run.driver.unwrap(run.model)
         own = {id(parameter) for parameter in model.parameters()}
-        self.parameters = list({id(one): one for one in parameters_of(run.optimizers) if id(one) not in own}.values())
-        self._unchecked = {id(one) for one in self.parameters}
+        self.parameters = list(
+            {id(parameter): parameter for parameter in parameters_of(run.optimizers) if id(parameter) not in own}.values()
+        )
+        self._unchecked = {id(parameter) for parameter in self.parameters}
         buffers = [buffer for module in self.modules for buffer in module.buffers()]
         run.driver.share_tensors([*(parameter.detach() for parameter in self.parameters), *buffers])
 
@@ -101,7 +103,11 @@ class ExtraParameters:
             run.driver.average_gradients(updated)
         if not self._unchecked:
             return
-        without = [one for one in updated if id(one) in self._unchecked and one.requires_grad and one.grad is None]
+        without = [
+            optimizer
+            for optimizer in updated
+            if id(optimizer) in self._unchecked and optimizer.requires_grad and optimizer.grad is None
+        ]
         self._unchecked -= held
         if without:
             run.warn(
@@ -114,7 +120,7 @@ class ExtraParameters:
         """Yield a warning if no optimizer holds a parameter of the loss. `held` has the ids of the held parameters."""
         named = [pair for module in self.modules for pair in module.named_parameters()]
         known = held | {id(parameter) for parameter in model.parameters()} if named else held
-        left = [name for name, one in named if one.requires_grad and id(one) not in known]
+        left = [name for name, parameter in named if parameter.requires_grad and id(parameter) not in known]
         if left:
             yield (
                 f"the loss has {counted(len(left), 'parameter')} that no optimizer holds, so they are not trained: "
@@ -158,7 +164,7 @@ class ExtraParameters:
 
 def modules_of(compute: object) -> list[nn.Module]:
     """Return the known modules of a loss function: the function itself, or the loss in `supervised`."""
-    return [one for one in (compute, getattr(compute, "loss_fn", None)) if isinstance(one, nn.Module)]
+    return [function for function in (compute, getattr(compute, "loss_fn", None)) if isinstance(function, nn.Module)]
 
 
 def _buffers_of(module: nn.Module) -> dict[str, Tensor]:

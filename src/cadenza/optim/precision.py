@@ -144,8 +144,10 @@ class Scaled(Autocast):
 
     def unscale(self, optimizers: Sequence[Optimizer]) -> None:
         # The scaler refuses an optimizer without gradients.
-        self._unscaled = [one for one in optimizers if any(parameter.grad is not None for parameter in parameters_of([one]))]
-        if any(_is_in(self._done, one) for one in self._unscaled):
+        self._unscaled = [
+            optimizer for optimizer in optimizers if any(parameter.grad is not None for parameter in parameters_of([optimizer]))
+        ]
+        if any(_is_in(self._done, optimizer) for optimizer in self._unscaled):
             self._set_scale()
         for optimizer in self._unscaled:
             self.scaler.unscale_(optimizer)
@@ -159,7 +161,7 @@ class Scaled(Autocast):
         return _is_in(self._unscaled, optimizer)
 
     def step(self, optimizers: Sequence[Optimizer]) -> Sequence[Optimizer]:
-        left_out = [one for one in self._unscaled if self._overflowed(one)]
+        left_out = [optimizer for optimizer in self._unscaled if self._overflowed(optimizer)]
         for optimizer in self._unscaled:  # not by the scaler, which would wait for the device once more
             if not _is_in(left_out, optimizer):
                 stepping.step(optimizer)
@@ -189,8 +191,8 @@ class Scaled(Autocast):
         self.scaler.load_state_dict(dict(state))
 
 
-def _is_in(optimizers: Sequence[Optimizer], one: Optimizer) -> bool:
-    return any(one is other for other in optimizers)
+def _is_in(optimizers: Sequence[Optimizer], optimizer: Optimizer) -> bool:
+    return any(optimizer is other for other in optimizers)
 
 
 PRECISIONS = ("fp32", "bf16", "fp16")

@@ -118,8 +118,8 @@ def check_one_each(callbacks: Mapping[str, object], optimizers: Sequence[Optimiz
         optimizers: The optimizers of the run; None if they are not made yet.
     """
     names: dict[object, str] = {}
-    for name, one in callbacks.items():
-        other = names.setdefault(one.aim(optimizers), name) if isinstance(one, SetsRates) else name
+    for name, callback in callbacks.items():
+        other = names.setdefault(callback.aim(optimizers), name) if isinstance(callback, SetsRates) else name
         if other != name:
             raise CallbackError(
                 f"{other} and {name} set the learning rate of the same optimizer, and their schedules would multiply. Keep "
@@ -142,7 +142,9 @@ def takes_total(function: Callable[..., object]) -> bool:
         parameters = signature_of(function).parameters.values()
     except ValueError:  # a function in C without a signature
         return False
-    positional = [one for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
+    positional = [
+        parameter for parameter in parameters if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+    ]
     return len(positional) > 1 and positional[1].default is inspect.Parameter.empty
 
 

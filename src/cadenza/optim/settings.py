@@ -219,20 +219,24 @@ class Settings:
         for name, setting in self.values.items():
             value = _listed(setting)
             spread = _spread(name, value, [group for group in groups if name in group.settings])
-            for group, one in spread:
+            for group, of_group in spread:
                 before = group.settings[name]
-                _check(name, one, before, group.optimizer)
-                group.set(name, one)
-                group.settings[name] = plain({name: one})[name]
+                _check(name, of_group, before, group.optimizer)
+                group.set(name, of_group)
+                group.settings[name] = plain({name: of_group})[name]
                 self.note(f"{name} of group {group.number}" if len(groups) > 1 else name, before, group.settings[name])
-                if one is value and name in group.optimizer.defaults:  # for parameters that are added later
+                if of_group is value and name in group.optimizer.defaults:  # for parameters that are added later
                     group.optimizer.defaults[name] = group.options[name]
             if isinstance(value, Mapping):
                 self.groups[name] = {group.key for group, _ in spread}
 
     def table(self, run: Run) -> dict[str, Any]:
         """Return the settings of a run, for a checkpoint."""
-        made_with = {name: dict(one.made_with) for name, one in hooks_of(run).callbacks.items() if isinstance(one, Compared)}
+        made_with = {
+            name: dict(callback.made_with)
+            for name, callback in hooks_of(run).callbacks.items()
+            if isinstance(callback, Compared)
+        }
         return {
             "optimizers": self.optimizers or [settings_of(optimizer) for optimizer in run.optimizers],
             "loader": loader_settings(run.loader),
@@ -314,23 +318,23 @@ class Settings:
         limits = limits_of(run.progress)
         before = limits | saved.get("limits", {})
         for limit, now in limits.items():  # a larger one is the usual reason to continue a run
-            one = Difference(limit, "", before[limit], now, present=True)
+            changed = Difference(limit, "", before[limit], now, present=True)
             if before[limit] != now:
-                decide(run, "limit changed", str(one), who="the trainer", data=one.data)
+                decide(run, "limit changed", str(changed), who="the trainer", data=changed.data)
         if found:
             self._tell_found(run, name, found)
 
     def _tell_found(self, run: Run, name: str, found: Sequence[Difference]) -> None:
         unexpected = []
-        for one in found:
-            line = f"{one}; the run uses the {'present' if one.present else 'saved'} value"
-            declared = one.name in self.override
-            who = "override" if declared and one.present else "the trainer"
-            decide(run, "setting differs", line, who=who, data=one.data)
+        for difference in found:
+            line = f"{difference}; the run uses the {'present' if difference.present else 'saved'} value"
+            declared = difference.name in self.override
+            who = "override" if declared and difference.present else "the trainer"
+            decide(run, "setting differs", line, who=who, data=difference.data)
             if not declared:
                 unexpected.append(line)
         if unexpected:
-            old = [one.name for one in found if not one.present]
+            old = [difference.name for difference in found if not difference.present]
             hint = f". fit(resume=..., override={tuple(dict.fromkeys(old))!r}) takes the present values instead" if old else ""
             run.warn(f"{name} was written with other settings: {'. '.join(unexpected)}{hint}")
 
@@ -349,7 +353,7 @@ class Settings:
 def _listed(value: Any) -> Any:
     """Return a value with lists for the sequences of a configuration library, such as Hydra's ``ListConfig``."""
     if isinstance(value, Mapping):
-        return {key: _listed(one) for key, one in value.items()}
+        return {key: _listed(item) for key, item in value.items()}
     foreign = isinstance(value, Sequence) and not isinstance(value, str | list | tuple)
     return [*map(_listed, value)] if foreign else value
 
@@ -359,10 +363,10 @@ def _spread(name: str, value: Any, holders: Sequence[Group]) -> list[tuple[Group
     if not holders:
         return []
     if isinstance(value, Mapping):
-        return [(_group(name, key, holders), one) for key, one in value.items()]
+        return [(_group(name, key, holders), item) for key, item in value.items()]
     each = isinstance(value, list | tuple)
     if isinstance(holders[0].settings[name], list):  # such as betas: only a list of lists has one for each group
-        each = each and bool(value) and all(isinstance(one, list | tuple) for one in value)
+        each = each and bool(value) and all(isinstance(item, list | tuple) for item in value)
     if not each:
         return [(group, value) for group in holders]
     if len(value) != len(holders):
@@ -379,7 +383,7 @@ def _group(name: str, key: object, holders: Sequence[Group]) -> Group:
         if key == group.options.get("name") or (type(key) is int and key == group.number):
             return group
     known = [group.options.get("name", group.number) for group in holders]
-    meant = nearest(key, [str(one) for one in known]) if isinstance(key, str) else ""
+    meant = nearest(key, [str(item) for item in known]) if isinstance(key, str) else ""
     raise ValueError(f"override gives {name} to the parameter group {key!r}, which does not exist.{meant} Use any of {known}.")
 
 
@@ -411,7 +415,7 @@ def _is_number(value: object) -> bool:
 
 def _shown(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {str(key): _shown(one) for key, one in value.items()}
+        return {str(key): _shown(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_shown(one) for one in value]
+        return [_shown(item) for item in value]
     return value if isinstance(value, int | float | str | None) else brief(value)

@@ -17,7 +17,11 @@ def _code_within(function: Any, *names: str) -> CodeType | None:
     """Return the code of a function that is defined inside another one; None if there is none of this name."""
     code: CodeType | None = getattr(function, "__code__", None)
     for name in names:
-        inner = [one for one in getattr(code, "co_consts", ()) if isinstance(one, CodeType) and one.co_name == name]
+        inner = [
+            constant
+            for constant in getattr(code, "co_consts", ())
+            if isinstance(constant, CodeType) and constant.co_name == name
+        ]
         code = inner[0] if inner else None
     return code
 
@@ -88,7 +92,7 @@ def _is_tracker(own: Any, optimizer: Optimizer, method: Any) -> bool:
 
 def _is_observed(optimizer: Optimizer) -> bool:
     return (
-        any(type(one) is not StepGuard and one is not made_fit for one in optimizer._optimizer_step_pre_hooks.values())
+        any(type(hook) is not StepGuard and hook is not made_fit for hook in optimizer._optimizer_step_pre_hooks.values())
         or bool(optimizer._optimizer_step_post_hooks)
         or any(_GLOBAL_HOOKS)
         or torch.autograd.profiler._is_profiler_enabled
@@ -124,12 +128,16 @@ def _with_momentum(optimizer: Optimizer, parameters: Iterable[Tensor]) -> None:
     The fused SGD of torch needs a momentum for all weights or for none. Without dampening the result is the same: the first
     momentum is the gradient.
     """
-    fresh = [one for one in parameters if one.grad is not None and optimizer.state[one].get("momentum_buffer") is None]
+    fresh = [
+        parameter
+        for parameter in parameters
+        if parameter.grad is not None and optimizer.state[parameter].get("momentum_buffer") is None
+    ]
     if fresh and any(state.get("momentum_buffer") is not None for state in optimizer.state.values()):
         for parameter in fresh:
             optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 
-def _alike(one: Tensor, other: Tensor) -> bool:
+def _alike(tensor: Tensor, other: Tensor) -> bool:
     """Return whether two tensors of one shape have the same memory order. Strides of dimensions of size 1 are ignored."""
-    return all(a == b for a, b, size in zip(one.stride(), other.stride(), one.shape, strict=True) if size > 1)
+    return all(a == b for a, b, size in zip(tensor.stride(), other.stride(), tensor.shape, strict=True) if size > 1)

@@ -304,10 +304,10 @@ class Timings:
         used = [span for span in profiler.spans if span.ns or span.calls]
         names = dict.fromkeys(span.name for span in used if not span.owner and span.name != "loop")
         callers = dict.fromkeys((span.owner, span.name) for span in used if span.owner)
-        phases = [PhaseTime(name, *_sum(one for one in used if not one.owner and one.name == name)) for name in names]
+        phases = [PhaseTime(name, *_sum(span for span in used if not span.owner and span.name == name)) for name in names]
         rest = sum(span.ns for span in used if span in (profiler.loop, profiler.gap))
         callbacks = [
-            CallbackTime(owner, moment, *_sum(one for one in used if (one.owner, one.name) == (owner, moment)))
+            CallbackTime(owner, moment, *_sum(span for span in used if (span.owner, span.name) == (owner, moment)))
             for owner, moment in callers
         ]
         loop = PhaseTime("loop", steps, rest / 1e9)
@@ -326,7 +326,7 @@ class Timings:
             "phases": [asdict(phase) for phase in self.phases],
             "callbacks": [asdict(callback) for callback in self.callbacks],
             "host_reads": [asdict(read) for read in self.host_reads],
-            "ranks": [asdict(one) for one in self.ranks],
+            "ranks": [asdict(rank) for rank in self.ranks],
         }
 
     def __repr__(self) -> str:
@@ -341,11 +341,14 @@ class Timings:
 
     def __str__(self) -> str:
         rows = [(phase.name, phase.calls, phase.seconds) for phase in sorted(self.phases, key=_costly)]
-        called = [(f"{one.callback}, {one.moment}", one.calls, one.seconds) for one in sorted(self.callbacks, key=_costly)]
+        called = [
+            (f"{callback.callback}, {callback.moment}", callback.calls, callback.seconds)
+            for callback in sorted(self.callbacks, key=_costly)
+        ]
         rows += called[:MOST_ROWS]
         if others := called[MOST_ROWS:]:
             rows.append((f"{len(others)} others", sum(row[1] for row in others), sum(row[2] for row in others)))
-        ranks = ["slowest rank by part:", *(f"  {one}" for one in self.ranks)] if self.ranks else []
+        ranks = ["slowest rank by part:", *(f"  {rank}" for rank in self.ranks)] if self.ranks else []
         return "\n".join([*self._lines(rows), *ranks, *(f"! {read}" for read in self.host_reads)])
 
     def _lines(self, rows: list[tuple[str, int, float]]) -> Iterator[str]:

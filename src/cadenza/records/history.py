@@ -142,7 +142,7 @@ class History:
 
     def _length(self) -> str:
         ends = [(series[0][0], series[-1][0]) for series in self._series.values()]
-        first, last = min(one for one, _ in ends), max(one for _, one in ends)
+        first, last = min(end for end, _ in ends), max(end for _, end in ends)
         return f"step {last}" if first == last else f"steps {first} to {last}"
 
     @property
@@ -251,7 +251,7 @@ def _write_missing(path: Path, history: History, newest: Record) -> int:
         else:
             missing.append(record)
     with replacing(path) as beside, beside.open("w", encoding="utf-8") as file:
-        file.writelines(f"{record.to_json()}\n" for record in sorted([*there, *missing], key=lambda one: one.at.batch))
+        file.writelines(f"{record.to_json()}\n" for record in sorted([*there, *missing], key=lambda item: item.at.batch))
     return len(missing)
 
 

@@ -204,9 +204,9 @@ class MetricBuffer:
 
         Of the ranks that compute `together`, which follow one another, the first counts, if one of these has the name.
         """
-        for name in dict.fromkeys(name for one in everyone for name in one):
-            values = [one[name] for ranks in (everyone[::together], everyone) for one in ranks if name in one]
-            values = values[: sum(name in one for one in everyone[::together])] or values
+        for name in dict.fromkeys(name for rank_value in everyone for name in rank_value):
+            values = [rank[name] for ranks in (everyone[::together], everyone) for rank in ranks if name in rank]
+            values = values[: sum(name in rank_value for rank_value in everyone[::together])] or values
             values = [value for value in values if not isinstance(value, IntervalSums)] or values
             ways = list(dict.fromkeys(value.how for value in values))
             if len(ways) > 1:
@@ -219,13 +219,16 @@ class MetricBuffer:
     def _numbers(self) -> dict[str, Reduced]:
         """Return the numbers of the open record, also those without a reduction."""
         numbers = {name: value for name, value in self._open.items() if not isinstance(value, Media)}
-        return {name: one if isinstance(one, Reduced) else Reduced(None, one) for name, one in numbers.items()}
+        return {name: number if isinstance(number, Reduced) else Reduced(None, number) for name, number in numbers.items()}
 
     def take_numbers(self) -> dict[str, float | Tensor | tuple[str, Any, Any]]:
         """Remove the numbers from the open record, and return them as plain values, for `put_numbers`."""
         numbers = self._numbers()
         self._open = {name: value for name, value in self._open.items() if name not in numbers}
-        return {name: one.total if one.how is None else (one.kind, one.total, one.weight) for name, one in numbers.items()}
+        return {
+            name: number.total if number.how is None else (number.kind, number.total, number.weight)
+            for name, number in numbers.items()
+        }
 
     def put_numbers(self, numbers: Mapping[str, Any]) -> None:
         """Add the numbers that `take_numbers` returned."""

@@ -101,19 +101,19 @@ class ArrivingNumbers:
     __slots__ = ("_copies", "_kinds")
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._kinds = [(one.device, one.dtype) for one in tensors]
+        self._kinds = [(tensor.device, tensor.dtype) for tensor in tensors]
         alike: defaultdict[Any, list[Tensor]] = defaultdict(list)
-        for kind, one in zip(self._kinds, tensors, strict=True):
-            alike[kind].append(one)
+        for kind, tensor in zip(self._kinds, tensors, strict=True):
+            alike[kind].append(tensor)
         self._copies = {kind: Arriving(torch.stack(those)) for kind, those in alike.items()}
 
     @property
     def arrived(self) -> bool:
         """Whether reading them does not wait."""
-        return all(one.arrived for one in self._copies.values())
+        return all(copy.arrived for copy in self._copies.values())
 
     def __iter__(self) -> Iterator[Any]:
-        numbers = {kind: iter(one.tolist()) for kind, one in self._copies.items()}
+        numbers = {kind: iter(copy.tolist()) for kind, copy in self._copies.items()}
         return map(next, map(numbers.__getitem__, self._kinds))  # without a call of Python for each number
 
 
@@ -164,16 +164,16 @@ class Reduced:
         total, weight = (as_number(part, like.device, like.dtype) for part in (self.total, self.weight))
         return total / weight
 
-    def chosen(self, one: Any, other: Any) -> Any:
+    def chosen(self, value: Any, other: Any) -> Any:
         """Return the larger or the smaller of two values; NaN if one of them is, as in numpy and torch."""
-        tensors = [part for part in (one, other) if isinstance(part, Tensor)]
+        tensors = [part for part in (value, other) if isinstance(part, Tensor)]
         if tensors:
             device, dtype = tensors[0].device, tensors[0].dtype
             choose = torch.maximum if self.how == "max" else torch.minimum
-            return choose(as_number(one, device, dtype), as_number(other, device, dtype))
-        if one != one or other != other:  # NaN
+            return choose(as_number(value, device, dtype), as_number(other, device, dtype))
+        if value != value or other != other:  # NaN
             return float("nan")
-        return max(one, other) if self.how == "max" else min(one, other)
+        return max(value, other) if self.how == "max" else min(value, other)
 
     # -- over ranks --------------------------------------------------------------------------------
 
@@ -201,7 +201,7 @@ class Reduced:
         """Return the number of this rank and of later ranks, with all parts on the host."""
         result = Reduced(self.how, self.total, self.weight)
         if self.how is None:
-            totals = [one.total for one in (self, *others)]
+            totals = [value.total for value in (self, *others)]
             result.total = self.total if totals.count(self.total) == len(totals) else sum(totals) / len(totals)
             return result
         for other in others:
@@ -231,8 +231,10 @@ def extremes(numbers: Sequence[Reduced]) -> Tensor:
 
     A maximum over ranks is not defined for NaN by all backends.
     """
-    like = next((one.total for one in numbers if isinstance(one.total, Tensor)), torch.zeros((), dtype=torch.float64))
-    values = torch.stack([as_number(one.total, like.device, like.dtype) * (1 if one.how == "max" else -1) for one in numbers])
+    like = next((number.total for number in numbers if isinstance(number.total, Tensor)), torch.zeros((), dtype=torch.float64))
+    values = torch.stack(
+        [as_number(number.total, like.device, like.dtype) * (1 if number.how == "max" else -1) for number in numbers]
+    )
     lost = values.isnan()
     return torch.cat([values.masked_fill(lost, -torch.inf), lost.to(values.dtype)])
 
@@ -242,25 +244,25 @@ def put_extremes(numbers: Sequence[Reduced], over_ranks: Tensor) -> None:
     values, lost = over_ranks.chunk(2)
     values = values.masked_fill(lost > 0, torch.nan)
     found = values.tolist() if values.is_cpu else values.unbind()
-    for one, value in zip(numbers, found, strict=True):
-        one.total = value if one.how == "max" else -value
+    for number, value in zip(numbers, found, strict=True):
+        number.total = value if number.how == "max" else -value
 
 
 def checked_reduce(how: object) -> Reduce:
     """Return `how`; raise `ValueError` for an unknown one."""
     known: tuple[Reduce, ...] = get_args(Reduce)
-    for one in known:
-        if how == one:
-            return one
+    for item in known:
+        if how == item:
+            return item
     hint = nearest(
         {"avg": "mean", "average": "mean", "add": "sum", "maximum": "max", "minimum": "min"}.get(str(how), str(how)), known
     )
     raise ValueError(f"reduce must be one of {', '.join(map(repr, known))}; got {how!r}.{hint}")
 
 
-def mixed(name: str, one: object, other: object) -> ValueError:
+def mixed(name: str, value: object, other: object) -> ValueError:
     """Return the error for a name that is logged in two ways."""
-    ways = " and ".join("without reduce=" if how is None else f"with reduce={how!r}" for how in (one, other))
+    ways = " and ".join("without reduce=" if how is None else f"with reduce={how!r}" for how in (value, other))
     return ValueError(f"{name!r} is logged {ways}: expected one of the two in a run. Give one of the values another name.")
 
 

@@ -50,10 +50,10 @@ class Writer:
 
     def flush(self) -> None:
         """Wait for the records that were put so far, at most 2 seconds, so that a kill loses none. Any thread may call it."""
-        wanted, until = [(one, one.put_so_far) for one in self.channels], time.monotonic() + _FLUSH_S
+        wanted, until = [(channel, channel.put_so_far) for channel in self.channels], time.monotonic() + _FLUSH_S
         for channel in self.channels:
             channel.hurry()
-        while any(one.lacks(count) for one, count in wanted) and time.monotonic() < until:
+        while any(channel.lacks(count) for channel, count in wanted) and time.monotonic() < until:
             time.sleep(0.005)
 
     def end(self) -> float:
@@ -346,7 +346,7 @@ class Channel:
                     self._waiting.popleft()
                 step = records[-1].step
                 self._taken, self._sent, self._sends_since = self._taken + len(records), step - 1, None
-                self._last = [one for one in (*self._last, *records) if one.step == step]
+                self._last = [record for record in (*self._last, *records) if record.step == step]
         return len(records)
 
     def _read_back(self) -> None:
@@ -379,7 +379,7 @@ class Channel:
             self.down, self._sends_since = True, None
             if self._waiting:
                 step = self._waiting[0].step
-                again = [one for one in self._last if one.step == step]
+                again = [record for record in self._last if record.step == step]
                 self._waiting.extendleft(reversed(again))
                 self._size += sum(map(size_of, again))
                 self._taken, self._sent, self._last = self._taken - len(again), step - 1, []

@@ -172,9 +172,10 @@ def best_lines(run: Run) -> list[str]:
     >>> best_lines(tiny_run(directory=tempfile.mkdtemp(), callbacks=callbacks))  # doctest: +ELLIPSIS
     ['best eval/loss ... at step 4: ...checkpoints/step-00000004']
     """
-    found = [one for decision in run.decisions if decision.what == "best kept" for one in decision.data["best"]]
+    found = [best for decision in run.decisions if decision.what == "best kept" for best in decision.data["best"]]
     return [
-        f"best {one['monitor']} {number(float(one['value']))} at step {one['step']}: {_path(run, one['path'])}" for one in found
+        f"best {match['monitor']} {number(float(match['value']))} at step {match['step']}: {_path(run, match['path'])}"
+        for match in found
     ]
 
 

@@ -223,7 +223,7 @@ def _hold_forks_while_drawing() -> None:
 
 def add_progress_bar(callbacks: list[BaseCallback]) -> list[str]:
     """Add a progress bar on stderr, unless a callback already shows progress. Return the note for the plan."""
-    if any(getattr(one, "shows_progress", False) for one in callbacks):
+    if any(getattr(callback, "shows_progress", False) for callback in callbacks):
         return []
     callbacks.append(ProgressBar(stream="stderr"))
     return ["progress bar (default; progress=False turns it off)"]

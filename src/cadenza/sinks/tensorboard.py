@@ -105,7 +105,7 @@ def _wait_for_a_later_name(directory: Path) -> None:
     the name, such as the process, does not count upwards.
     """
     seconds = [name.split(".")[3:4] for name in os.listdir(directory)] if directory.is_dir() else []
-    newest = max((int(one) for [one] in filter(None, seconds) if one.isdecimal()), default=0)
+    newest = max((int(second) for [second] in filter(None, seconds) if second.isdecimal()), default=0)
     while int(time.time()) == newest:
         time.sleep(0.01)
 

@@ -71,7 +71,7 @@ class Branch:
         number, ancestors = plain.get("branch", 0), plain.get("ancestors", [])
         points = tuple(Point(*point) for point in ancestors)
         wrong = [point for point in points if not isinstance(point.run, str) or not point.saved]
-        if wrong or not all(type(one) is int and one >= 0 for one in (number, *(point.branch for point in points))):
+        if wrong or not all(type(number_) is int and number_ >= 0 for number_ in (number, *(point.branch for point in points))):
             raise ValueError(f"branch {number!r} with the ancestors {ancestors!r} is no branch")
         return Branch(owner_of(run), number, points)
 

@@ -14,21 +14,21 @@ from typing import Any, TextIO
 def in_json(value: Any) -> Any:
     """Return plain values for strict JSON: a number that is not finite becomes text, as in ``metrics.jsonl``."""
     if isinstance(value, Mapping):
-        return {name: in_json(one) for name, one in value.items()}
+        return {name: in_json(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [in_json(one) for one in value]
+        return [in_json(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     return value
 
 
-def counted(count: int, one: str, many: str = "") -> str:
+def counted(count: int, text: str, many: str = "") -> str:
     """Return a count with its noun.
 
     >>> counted(1, "point"), counted(2000, "point"), counted(0, "batch"), counted(2, "child", "children")
     ('1 point', '2,000 points', '0 batches', '2 children')
     """
-    return f"{count:,} {one if count == 1 else many or plural(one)}"
+    return f"{count:,} {text if count == 1 else many or plural(text)}"
 
 
 def some(texts: Sequence[str], most: int = 10) -> str:
@@ -51,16 +51,16 @@ def few(names: Iterable[str], most: int = 5) -> str:
     return ", ".join([*known[:most], *(["..."] if len(known) > most else [])])
 
 
-def plural(one: str) -> str:
+def plural(text: str) -> str:
     """Return the plural of a noun that follows the rules.
 
     >>> [plural(one) for one in ("step", "batch", "entry", "epoch", "branch")]
     ['steps', 'batches', 'entries', 'epochs', 'branches']
     """
-    if one.endswith("y") and one[-2:-1] not in "aeiou":
-        return f"{one[:-1]}ies"
-    hissed = one.endswith(("s", "x", "sh", "ch")) and not one.endswith("och")
-    return f"{one}es" if hissed else f"{one}s"
+    if text.endswith("y") and text[-2:-1] not in "aeiou":
+        return f"{text[:-1]}ies"
+    hissed = text.endswith(("s", "x", "sh", "ch")) and not text.endswith("och")
+    return f"{text}es" if hissed else f"{text}s"
 
 
 def number(value: float, digits: int = 4, grouping: str = "") -> str:
@@ -258,7 +258,7 @@ def folded(line: str, width: int, separator: str = "  ", indent: str | None = No
         else:
             lines[-1] += end
             lines.append(indent + part.lstrip())
-    return "\n".join(row for one in lines for row in _by_spaces(one.rstrip(), width, indent))
+    return "\n".join(row for line in lines for row in _by_spaces(line.rstrip(), width, indent))
 
 
 def _by_spaces(line: str, width: int, indent: str) -> list[str]:

@@ -74,9 +74,13 @@ def masked(value: Any) -> Any:
         return masked_text(value)
     if isinstance(value, Mapping):
         return {
-            key: MASK if isinstance(one, str) and one and isinstance(key, str) and is_secret(key) else masked(one)
-            for key, one in value.items()
+            key: MASK if isinstance(item, str) and item and isinstance(key, str) and is_secret(key) else masked(item)
+            for key, item in value.items()
         }
     if isinstance(value, list | tuple):
-        return masked_command(value) if value and all(isinstance(one, str) for one in value) else [masked(one) for one in value]
+        return (
+            masked_command(value)
+            if value and all(isinstance(item, str) for item in value)
+            else [masked(item) for item in value]
+        )
     return value

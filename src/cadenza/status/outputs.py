@@ -114,4 +114,4 @@ class Window:
     @property
     def parameters(self) -> list[Parameter]:
         """The parameters that the step updates."""
-        return [one for optimizer in self.optimizers for group in optimizer.param_groups for one in group["params"]]
+        return [parameter for optimizer in self.optimizers for group in optimizer.param_groups for parameter in group["params"]]

@@ -45,7 +45,7 @@ def _in_pieces(source: Tensor, target: Tensor) -> Tensor:
     """Copy from the device through a piece of pinned memory, several times as fast as to memory that is not pinned."""
     pinned = torch.empty(PIECE, dtype=torch.uint8, pin_memory=True)  # torch keeps it for the next time
     bytes_of, bytes_to = (
-        one.contiguous().resolve_conj().resolve_neg().reshape(-1).view(torch.uint8) for one in (source, target)
+        kind.contiguous().resolve_conj().resolve_neg().reshape(-1).view(torch.uint8) for kind in (source, target)
     )
     for at in range(0, bytes_to.numel(), PIECE):
         piece = bytes_of[at : at + PIECE]
@@ -249,8 +249,8 @@ def built(parts: Mapping[str, Any]) -> Tensor | Unbuilt:
 
 def allowed(name: str) -> type | None:
     """Return the class of this name that torch may load; None if there is none."""
-    given = (one[0] if isinstance(one, tuple) else one for one in torch.serialization.get_safe_globals())
-    return next((one for one in given if isinstance(one, type) and name_of(one) == name), None)
+    given = (kind[0] if isinstance(kind, tuple) else kind for kind in torch.serialization.get_safe_globals())
+    return next((item for item in given if isinstance(item, type) and name_of(item) == name), None)
 
 
 def first_unbuilt(tree: Any) -> Unbuilt | None:

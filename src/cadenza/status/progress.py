@@ -526,7 +526,9 @@ class Accumulation(int):
         return hash((self.first, self.changes))
 
     def __str__(self) -> str:
-        return ", ".join([counted(self.first, "batch"), *(f"{one.batches} from {one.text} on" for one in self.changes)])
+        return ", ".join(
+            [counted(self.first, "batch"), *(f"{change.batches} from {change.text} on" for change in self.changes)]
+        )
 
     def __repr__(self) -> str:
         return repr(self.plain())

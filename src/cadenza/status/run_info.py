@@ -144,8 +144,8 @@ class StepSamples:
 
     def of_rank(self, rank: int) -> list[Any] | None:
         """Return the indices that a rank read, in order; None if those of one of its batches cannot be computed."""
-        own = [one.indices for one in self.batches if one.rank == rank]
+        own = [batch.indices for batch in self.batches if batch.rank == rank]
         return None if None in own else [index for indices in own for index in indices or ()]
 
     def __str__(self) -> str:
-        return "\n".join([f"step {self.step}, in epoch {self.epoch + 1}:", *(f"  {one}" for one in self.batches)])
+        return "\n".join([f"step {self.step}, in epoch {self.epoch + 1}:", *(f"  {batch}" for batch in self.batches)])

@@ -84,7 +84,7 @@ def _parameters(kind: type) -> Mapping[str, inspect.Parameter]:
     except (TypeError, ValueError):  # a class of C code
         return {}
     every = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return {name: one for name, one in parameters.items() if one.kind not in every}
+    return {name: parameter for name, parameter in parameters.items() if parameter.kind not in every}
 
 
 def _equal(value: object, text: str, default: object, read: Callable[[Any], str]) -> bool:

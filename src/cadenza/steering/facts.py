@@ -116,8 +116,8 @@ class Facts:
             for name, value in row.items():
                 if name not in COUNTERS and name != "time":
                     newest.setdefault(name, number(value))
-        for one in self.decisions("evaluated"):
-            results = one.get("data", {}).get("results") if isinstance(one.get("data"), Mapping) else None
+        for decision in self.decisions("evaluated"):
+            results = decision.get("data", {}).get("results") if isinstance(decision.get("data"), Mapping) else None
             if not isinstance(results, Mapping) or all(name in newest for name in results):
                 break
             for name, value in results.items():
@@ -154,7 +154,10 @@ class Facts:
 
     def _state(self, held: bool) -> str:
         if held:
-            last = next((one["what"] for one in self.decisions() if one["what"] in ("paused", "continued", "resumed")), "")
+            last = next(
+                (decision["what"] for decision in self.decisions() if decision["what"] in ("paused", "continued", "resumed")),
+                "",
+            )
             if last == "paused":
                 return "paused"
             return "running" if next(self.newest(), None) is not None else "starting"

@@ -21,7 +21,7 @@ def health_of(facts: Facts) -> Row:
     rows = list(facts.newest())
     age = time.time() - rows[0]["time"] if rows else None
     interval = (rows[0]["time"] - rows[-1]["time"]) / (len(rows) - 1) if len(rows) > 1 else None
-    faults = [one for one, _ in zip(_faults(facts), range(_MOST), strict=False)]
+    faults = [fault for fault, _ in zip(_faults(facts), range(_MOST), strict=False)]
     free = _free(facts.path)
     problems = [_problem("file", text) for text in facts.problems]
     if facts.state in ("failed", "killed", "unknown"):
@@ -32,7 +32,9 @@ def health_of(facts: Facts) -> Row:
         )
     bad = [name for name, value in facts.values(rows).items() if not math.isfinite(value)]
     problems += [_problem("not finite", f"the newest value of {name} is not finite") for name in bad]
-    problems += [_problem(str(one["what"]), f"{one['who']} at step {one.get('step')}: {one['why']}") for one in faults]
+    problems += [
+        _problem(str(fault["what"]), f"{fault['who']} at step {fault.get('step')}: {fault['why']}") for fault in faults
+    ]
     if free is not None and free < _FREE and facts.goes_on:
         problems.append(_problem("disk", f"{free >> 20} MiB are free on the disk of the run directory"))
     return {
@@ -52,7 +54,7 @@ def _problem(kind: str, text: str) -> dict[str, Any]:
 
 
 def _faults(facts: Facts) -> Any:
-    return (one for one in facts.decisions() if one["what"] in FAULTS)
+    return (decision for decision in facts.decisions() if decision["what"] in FAULTS)
 
 
 def _free(path: str) -> int | None:

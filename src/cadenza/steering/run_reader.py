@@ -71,7 +71,7 @@ class RunReader:
             **described(facts, rows),
             "values": facts.values(rows),
             "checkpoints": facts.checkpoints(),
-            "decisions": [one for one, _ in zip(facts.decisions(), range(_DECISIONS), strict=False)][::-1],
+            "decisions": [decision for decision, _ in zip(facts.decisions(), range(_DECISIONS), strict=False)][::-1],
             "outcome": facts.info.get("outcome"),
             "steering": facts.steering(),
         }
@@ -144,10 +144,10 @@ class RunReader:
         """Return the last decisions of a kind or of a callback, such as ``"stopped"``; ``"ended"`` says how the run ended."""
         facts = self._facts.read()
         sought = facts.state if what == "ended" else what
-        found = [one for one, _ in zip(facts.decisions(sought), range(last), strict=False)][::-1]
+        found = [decision for decision, _ in zip(facts.decisions(sought), range(last), strict=False)][::-1]
         ending = what in (*_ENDINGS, facts.state)
-        sentences = [sentence(one) for one in found] or ([facts.ending] if ending else [])
-        known = [] if sentences else sorted({str(one["what"]) for one in facts.decisions()})
+        sentences = [sentence(match) for match in found] or ([facts.ending] if ending else [])
+        known = [] if sentences else sorted({str(decision["what"]) for decision in facts.decisions()})
         return {
             "what": what,
             "answer": sentences or [f"nothing was {what!r} in this run.{nearest(what, known)}"],
@@ -168,8 +168,8 @@ class RunReader:
         reasons: list[str] = []
         failed = next(facts.decisions(f"not {what}"), None)
         reasons += [] if failed is None else [f"it failed: {sentence(failed)}"]
-        owners = {str(one["who"]) for one in facts.decisions(what)} | {what}
-        disabled = next((one for one in facts.decisions("disabled") if one["who"] in owners), None)
+        owners = {str(decision["who"]) for decision in facts.decisions(what)} | {what}
+        disabled = next((decision for decision in facts.decisions("disabled") if decision["who"] in owners), None)
         reasons += [] if disabled is None else [sentence(disabled)]
         plan, step = facts.info.get("plan"), facts.reached()["step"]
         for moment, callbacks in _moments(plan if isinstance(plan, str) else ""):

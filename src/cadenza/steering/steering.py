@@ -239,7 +239,7 @@ class Steering(Callback):
 
 def add_steering(callbacks: list[Any]) -> None:
     """Add `Steering` to the callbacks of a trainer that has none: for ``CADENZA_STEERING=1``."""
-    if not any(isinstance(one, Steering) for one in callbacks):
+    if not any(isinstance(callback, Steering) for callback in callbacks):
         callbacks.append(Steering())
 
 

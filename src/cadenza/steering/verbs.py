@@ -44,7 +44,7 @@ class Changes:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the changes for a checkpoint."""
-        return {"factors": [[*one] for one in self.factors], "windows": [[*one] for one in self.windows]}
+        return {"factors": [[*factor] for factor in self.factors], "windows": [[*window] for window in self.windows]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore changes that `state_dict` returned."""
@@ -85,9 +85,13 @@ def _save(session: Session, act: Act) -> str:
 
 def _evaluate(session: Session) -> str:
     """Run the evaluations of the callbacks in their order, and complete a record with the results."""
-    listeners = [one for several in session.hooks.by_moment.values() for one in several]
-    enabled = [one for one in reversed(listeners) if not one.disabled]
-    evaluating = {one.owner: (one, one.function.evaluate) for one in enabled if isinstance(one.function, Deferred)}
+    listeners = [item for several in session.hooks.by_moment.values() for item in several]
+    enabled = [listener for listener in reversed(listeners) if not listener.disabled]
+    evaluating = {
+        callback.owner: (callback, callback.function.evaluate)
+        for callback in enabled
+        if isinstance(callback.function, Deferred)
+    }
     if not evaluating:
         raise RefusedError("no callback evaluates. Add Evaluate(...) to callbacks.")
     names = [name for name in session.hooks.callbacks if name in evaluating]
@@ -119,18 +123,20 @@ def _set(session: Session, arguments: Mapping[str, Any], changes: Changes) -> st
 
 def _groups(session: Session, wanted: Any) -> list[Group]:
     groups = groups_of(session.optimizers)
-    found = [one for one in groups if wanted is None or wanted in (one.number, str(one.number), one.options.get("name"))]
+    found = [
+        group for group in groups if wanted is None or wanted in (group.number, str(group.number), group.options.get("name"))
+    ]
     if not found:
-        known = ", ".join(str(one.options.get("name", one.number)) for one in groups)
+        known = ", ".join(str(group.options.get("name", group.number)) for group in groups)
         raise RefusedError(f"there is no parameter group {wanted!r}. There are: {known}")
     return found
 
 
 def _setter(session: Session, groups: list[Group], name: str, value: Any, changes: Changes) -> Callable[[], str]:
     """Check a setting, and return the function that sets it."""
-    holders = [one for one in groups if name in plain(one.options)]
+    holders = [group for group in groups if name in plain(group.options)]
     if not holders:
-        known = sorted({key for one in groups for key in plain(one.options)} | {"accumulate"})
+        known = sorted({key for group in groups for key in plain(group.options)} | {"accumulate"})
         raise RefusedError(f"no parameter group has a setting {name!r}. There are: {', '.join(known)}")
     before = plain(holders[0].options)[name]
     if type(before) is bool or not isinstance(before, int | float):
@@ -141,8 +147,8 @@ def _setter(session: Session, groups: list[Group], name: str, value: Any, change
         return _scaling(session, holders, value, driven, changes)
 
     def set_all() -> str:
-        for one in holders:
-            set_option(one.options, name, value)
+        for holder in holders:
+            set_option(holder.options, name, value)
         return f"{name} {before:g} -> {value:g} in {counted(len(holders), 'parameter group')}"
 
     return set_all
@@ -150,15 +156,15 @@ def _setter(session: Session, groups: list[Group], name: str, value: Any, change
 
 def _drivers(session: Session, groups: list[Group]) -> list[str]:
     """Return the names of the callbacks that set the learning rates of groups at each step."""
-    optimizers = [one.optimizer for one in groups]
+    optimizers = [group.optimizer for group in groups]
     callbacks = session.hooks.callbacks.items()
-    return [name for name, one in callbacks if isinstance(one, SetsRates) and any(map(one.drives, optimizers))]
+    return [name for name, listed in callbacks if isinstance(listed, SetsRates) and any(map(listed.drives, optimizers))]
 
 
 def _scaling(session: Session, groups: list[Group], value: float, driven: list[str], changes: Changes) -> Callable[[], str]:
     """Return the function that multiplies the rates of a schedule so that the next one is `value`: the schedule goes on."""
-    indices = {one.key[0] for one in groups}
-    if len(indices) > 1 or len(groups) < sum(one.key[0] in indices for one in groups_of(session.optimizers)):
+    indices = {group.key[0] for group in groups}
+    if len(indices) > 1 or len(groups) < sum(group.key[0] in indices for group in groups_of(session.optimizers)):
         raise RefusedError(f"{driven[0]} sets these rates by a schedule, which is scaled for one whole optimizer")
     index, step = indices.pop(), session.progress.step + 1
     now = float(groups[0].options["lr"]) * rates_of(session.run).factor(index, step)

@@ -160,8 +160,12 @@ def _results(trainer: Trainer, ignore: Sequence[str]) -> dict[str, Any]:
     run = trainer.fit()
     # Whether a save waits for the last one, and when it is complete and old ones are pruned, depends on the speed of the disk.
     late = ("waited", "saved", "pruned", "not pruned")
-    decisions: list[Any] = [(one.what, one.who, one.when.step) for one in run.decisions if one.what not in late]
-    decisions += [(one.what, one.who, one.data.get("step")) for one in run.decisions if one.what == "saved"]
+    decisions: list[Any] = [
+        (decision.what, decision.who, decision.when.step) for decision in run.decisions if decision.what not in late
+    ]
+    decisions += [
+        (decision.what, decision.who, decision.data.get("step")) for decision in run.decisions if decision.what == "saved"
+    ]
     outcome = run.outcome and run.outcome.kind
     return {**without_clocks(results_of(trainer, run), ignore), "decisions": decisions, "outcome": outcome}
 
@@ -246,7 +250,7 @@ def check_reads(callback: BaseCallback, folder: Path) -> None:
         run = tiny_trainer(callbacks=[evaluated(), callback, Profile()], directory=folder, seed=0, epochs=2).fit()
     name = hooks_of(run).name_of(callback)
     reads = run.profile.host_reads if run.profile is not None else ()
-    found = [one for one in reads if one.callback == name and one.steps >= one.sampled]
+    found = [read for read in reads if read.callback == name and read.steps >= read.sampled]
     assert not found, (
         f"{name} reads the device in each step, and on a GPU each read waits for all work before it: {found[0].moment} did "
         f"{found[0].often}. Log the tensor with run.log, which does not wait; read it on a schedule, such as "
@@ -269,14 +273,14 @@ def check_order(factory: Factory, folder: Path, ignore: Sequence[str]) -> None:
             LogTraining("1 step", throughput=False),
             on(Callback.on_step_end)(_log_probe),
         ]
-        first = [one for one in others if type(one) is type(callback)]  # one may watch the results of the other
-        others = [one for one in others if one not in first]
+        first = [other for other in others if type(other) is type(callback)]  # one may watch the results of the other
+        others = [other for other in others if other not in first]
         callbacks = [*first, *others, callback] if number == 0 else [*first, callback, *reversed(others)]
         trainer = tiny_trainer(callbacks=callbacks, directory=folder / str(number), seed=0, epochs=2)
         results = without_clocks(results_of(trainer, trainer.fit()), ignore)
         del results["states"]["callbacks"]  # in the order of the list
         results["history"] = dict(sorted(results["history"].items()))
-        results["records"] = [dict(sorted(one.items())) for one in results["records"]]
+        results["records"] = [dict(sorted(result.items())) for result in results["records"]]
         found.append(results)
     difference = first_difference(found[0], found[1], "the run")
     assert difference is None, (

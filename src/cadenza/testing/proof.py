@@ -236,9 +236,9 @@ class _Witness(Callback):
         """Record the hooks of other callbacks that run again in each process."""
         moments = [Callback.on_setup, Callback.on_fit_start]
         moments += [Callback.on_epoch_start] if session_of(run).cursor.in_epoch and run.progress.batch_in_epoch else []
-        apart = {name for name, one in hooks_of(run).callbacks.items() if isinstance(one, _OWN)}
+        apart = {name for name, callback in hooks_of(run).callbacks.items() if isinstance(callback, _OWN)}
         for moment in moments:
-            owners = dict.fromkeys(one.owner for one in hooks_of(run).by_moment.get(moment, ()) if one.owner not in apart)
+            owners = dict.fromkeys(hook.owner for hook in hooks_of(run).by_moment.get(moment, ()) if hook.owner not in apart)
             self.again += [f"{moment.__name__} of {owner}" for owner in owners]
 
 
@@ -294,7 +294,9 @@ def results_of(trainer: Trainer, run: Run, leave_out: tuple[type[BaseCallback], 
 
 def states_of(run: Run, leave_out: tuple[type[BaseCallback], ...] = ()) -> dict[str, Any]:
     """Return all states of a run but those of the model and the random generators."""
-    callbacks = {name: one.state_dict() for name, one in hooks_of(run).callbacks.items() if not isinstance(one, leave_out)}
+    callbacks = {
+        name: callback.state_dict() for name, callback in hooks_of(run).callbacks.items() if not isinstance(callback, leave_out)
+    }
     optimizers = [optimizer.state_dict() for optimizer in run.optimizers]
     own = {
         "progress": str(run.progress.now()),
@@ -315,7 +317,7 @@ def without_clocks(results: Mapping[str, Any], ignore: Sequence[str]) -> dict[st
             return kept(value)
         return [*map(part, value)] if type(value) is list else value
 
-    records = [kept({name: value for name, value in one.items() if name != "time"}) for one in results["records"]]
+    records = [kept({name: value for name, value in result.items() if name != "time"}) for result in results["records"]]
     states = {name: kept(state) for name, state in results["states"]["callbacks"].items()}
     return {
         **results,

@@ -96,7 +96,7 @@ def tiny_trainer(
         callbacks=callbacks,
         **{"progress": False, **({} if "driver" in arguments else {"driver": "single", "device": "cpu"}), **arguments},
     )
-    trainer.callbacks = [one for one in trainer.callbacks if not isinstance(one, EpochMeans)]
+    trainer.callbacks = [callback for callback in trainer.callbacks if not isinstance(callback, EpochMeans)]
     return trainer
 
 

@@ -103,11 +103,15 @@ def _wrong_call(function: Callable[..., Any], table: str, arguments: Collection[
     for key in keywords:
         if key not in parameters:
             return f"{name} has no argument {key!r}.{f' {answers[key]}' if key in answers else nearest(key, parameters)}"
-    by_position = sum(one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD) for one in parameters.values())
+    by_position = sum(
+        parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD) for parameter in parameters.values()
+    )
     if len(arguments) > by_position and "too-many" in answers:
         return f"{name} takes at most {by_position - 1} positional arguments; got {len(arguments) - 1}. {answers['too-many']}"
-    needed = [one.name for one in parameters.values() if one.default is one.empty and one.name != "self"]
-    lacks = [one for one in needed[len(arguments) - 1 :] if one not in keywords]
+    needed = [
+        parameter.name for parameter in parameters.values() if parameter.default is parameter.empty and parameter.name != "self"
+    ]
+    lacks = [name for name in needed[len(arguments) - 1 :] if name not in keywords]
     return f"{name} lacks {', '.join(lacks)}. {answers['too-few']}" if lacks and "too-few" in answers else ""
 
 

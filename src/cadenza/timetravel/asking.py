@@ -44,7 +44,7 @@ class Answer:
     def __str__(self) -> str:
         lines = [str(self.stopped) if self.stopped else f"not stopped in the {counted(self.step, 'recorded step')}"]
         lines += [f"{name}: {', '.join(rules)}" for name, rules in self.kept.items()]
-        lines += [f"best {one['monitor']}: {one['value']:g} at step {one['step']}" for one in self.best]
+        lines += [f"best {saved['monitor']}: {saved['value']:g} at step {saved['step']}" for saved in self.best]
         return "\n".join(lines)
 
 
@@ -73,7 +73,7 @@ class Answers:
         for settings, answer in self.rows:
             stopped = "-" if answer.stopped is None else str(answer.step)
             kept = ", ".join(re.sub(r"(^|/)step-0*", r"\1", name) for name in answer.kept) or "-"
-            best = ", ".join(f"{one['monitor']} {one['value']:g} at {one['step']}" for one in answer.best) or "-"
+            best = ", ".join(f"{saved['monitor']} {saved['value']:g} at {saved['step']}" for saved in answer.best) or "-"
             table.append([*map(str, settings.values()), stopped, kept, best])
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in table)
@@ -150,16 +150,16 @@ def what_if(
 def _answer(recording: Recording, callbacks: Any) -> Answer:
     if isinstance(callbacks, BaseCallback) or not isinstance(callbacks, Iterable):
         raise CallbackError(f"what_if(run, callbacks) takes a list of callbacks; got {callbacks!r}. Write what_if(run, [...]).")
-    given = [_dry(one, recording) for one in adapted(callbacks)]
+    given = [_dry(listed, recording) for listed in adapted(callbacks)]
     check_playable(given)
     try:
         played = play(recording, given)
     except MonitorError as error:
-        names = sorted({name for some in recording.evaluations.values() for one in some for name in one.results})
+        names = sorted({name for some in recording.evaluations.values() for saved in some for name in saved.results})
         reported = f"they reported {', '.join(names)}" if names else "there are none"
         add_note(error, f"what_if plays the evaluations that {str(recording.path)!r} recorded: {reported}")
         raise
-    stops = [one for one in played.decisions if one.what == "stopped"]
+    stops = [decision for decision in played.decisions if decision.what == "stopped"]
     kept, best = _kept(played)
     return Answer(stops[0] if stops else None, played.step, kept, best, played.decisions)
 
@@ -174,7 +174,7 @@ def _dry(callback: BaseCallback, recording: Recording) -> BaseCallback:
 
 
 def _needs_time(callback: Checkpoint) -> bool:
-    return any(getattr(one, "unit", "") == "s" for one in callback.keep.given)
+    return any(getattr(item, "unit", "") == "s" for item in callback.keep.given)
 
 
 def _kept(played: Played) -> tuple[dict[str, list[str]], list[Mapping[str, Any]]]:
@@ -184,8 +184,8 @@ def _kept(played: Played) -> tuple[dict[str, list[str]], list[Mapping[str, Any]]
     for writer in played.savers:
         assert isinstance(writer, DryWriter)
         rules = writer.dry.kept_by_rules()
-        for one in sorted(writer.dry.known, key=lambda one: one.rank):
-            name = f"{writer.store.files}/{one.name}" if several else one.name
-            kept.setdefault(name, []).extend(by["rule"] for by in rules.get(one.name, ()))
+        for item in sorted(writer.dry.known, key=lambda saved: saved.rank):
+            name = f"{writer.store.files}/{item.name}" if several else item.name
+            kept.setdefault(name, []).extend(by["rule"] for by in rules.get(item.name, ()))
         best += writer.dry.bests()
     return kept, best

@@ -54,15 +54,15 @@ class _Step:
 
     @property
     def batches(self) -> list[Any]:
-        return [one[0] for one in self.parts]
+        return [part[0] for part in self.parts]
 
     @property
     def positions(self) -> list[tuple[int, int]]:
-        return [one[1:3] for one in self.parts]
+        return [part[1:3] for part in self.parts]
 
     @property
     def rng_states(self) -> list[RNGState]:
-        return [one[3] for one in self.parts]
+        return [part[3] for part in self.parts]
 
 
 class Capsule(Callback):
@@ -219,9 +219,11 @@ class Capsule(Callback):
 
     def _copy_weights(self, run: Run) -> None:
         model = run.model
-        if not any(is_sharded(one) for one in model.parameters()):
-            weights = {name: one for name, one in state_of(model).items() if isinstance(one, Tensor)}
-            self._copies.append((run.progress.step, {name: one.detach().to("cpu", copy=True) for name, one in weights.items()}))
+        if not any(is_sharded(parameter) for parameter in model.parameters()):
+            weights = {name: value for name, value in state_of(model).items() if isinstance(value, Tensor)}
+            self._copies.append(
+                (run.progress.step, {name: weight.detach().to("cpu", copy=True) for name, weight in weights.items()})
+            )
 
     def _judge(self, run: Run) -> None:
         seen, losses = self._seen, self._losses
@@ -235,7 +237,7 @@ class Capsule(Callback):
     def _write(self, run: Run, kind: str, why: str, error: Exception | None = None) -> None:
         """Write a capsule of the present step, and record it. An error of this does not end the run."""
         if len(self._written) + self._failed >= self.most or any(
-            one["step"] == self._steps[-1].number for one in self._written
+            path["step"] == self._steps[-1].number for path in self._written
         ):
             return
         session = session_of(run)
@@ -252,7 +254,9 @@ class Capsule(Callback):
             )
             located = self._located(session, step, weights, facts, known=exact or weights is not None) if broken else Located()
             if not finite and not located.found:  # the step that broke the weights is not known
-                located.parameter = first_not_finite((repr(name), one) for name, one in session.module.named_parameters())
+                located.parameter = first_not_finite(
+                    (repr(name), parameter) for name, parameter in session.module.named_parameters()
+                )
             facts |= self._found(session, step, located)
             name = f"step-{step.number:08d}{f'-rank{run.driver.rank}' if run.driver.world_size > 1 else ''}"
             assert run.info.directory is not None, "checked in on_setup"
@@ -279,14 +283,14 @@ class Capsule(Callback):
         No weights: those in memory, or there are only shards.
         """
         model, step = session.module, self._steps[-1]
-        if any(is_sharded(one) for one in model.parameters()):
+        if any(is_sharded(parameter) for parameter in model.parameters()):
             return None, step, False
         in_memory = session.step.updates == step.updates and not session.step.in_update
         if in_memory and all_finite(model.parameters()):
             return None, step, True
         for number, copy in reversed(self._copies):
             if number < step.number and all_finite(copy.values()):
-                following = next((one for one in self._steps if one.number == number + 1), None)
+                following = next((step for step in self._steps if step.number == number + 1), None)
                 return copy, following or step, following is not None
         return None, step, in_memory
 
@@ -319,15 +323,15 @@ class Capsule(Callback):
                 return located_in(step.batches)
 
     def _state(self, session: Session, step: _Step, weights: dict[str, Tensor] | None) -> dict[str, Any]:
-        if weights is None and not any(is_sharded(one) for one in session.module.parameters()):
-            weights = {name: one for name, one in state_of(session.module).items() if isinstance(one, Tensor)}
+        if weights is None and not any(is_sharded(parameter) for parameter in session.module.parameters()):
+            weights = {name: value for name, value in state_of(session.module).items() if isinstance(value, Tensor)}
             before, buffers = self._statistics.copies, session.module.state_dict(keep_vars=True)
-            weights |= {plain_name(name): before[id(one)] for name, one in buffers.items() if id(one) in before}
+            weights |= {plain_name(name): before[id(buffer)] for name, buffer in buffers.items() if id(buffer) in before}
         return {
             "model": weights,
             "batches": step.batches or None,
-            "rng": [one.to_plain() for one in step.rng_states],
-            "last": [[one.to_plain() for one in earlier.rng_states] for earlier in self._steps],
+            "rng": [state.to_plain() for state in step.rng_states],
+            "last": [[state.to_plain() for state in earlier.rng_states] for earlier in self._steps],
         }
 
     def _facts(self, run: Run, step: _Step, kind: str, why: str, error: Exception | None) -> dict[str, Any]:
@@ -346,12 +350,12 @@ class Capsule(Callback):
             "tensor": None,
             "guilty_samples": [],
             "batches": _positions(session, step),
-            "last": [{"step": one.number, "batches": _positions(session, one)} for one in self._steps],
-            "not_training": [name for name, one in session.module.named_modules() if not one.training],
+            "last": [{"step": step.number, "batches": _positions(session, step)} for step in self._steps],
+            "not_training": [name for name, submodule in session.module.named_modules() if not submodule.training],
             "not_loaded": None if step.not_loaded is None else _named(session, *step.not_loaded),
             "precision": session.precision.name,
             "torch": torch.__version__,
-            "decisions": [one.to_dict() for one in session.run.decisions[-3:]],
+            "decisions": [decision.to_dict() for decision in session.run.decisions[-3:]],
         }
         if not step.parts:
             facts["batches_left_out"] = "the loader failed with the first batch of the step"
@@ -370,12 +374,12 @@ class Capsule(Callback):
 def _in_one_line(error: Exception) -> str:
     lines = str(error).strip().splitlines() or [""]
     if "in DataLoader worker process" in lines[0]:  # the text is a traceback, with the error and its notes at its end
-        return ([lines[0]] + [two for one, two in pairwise(lines) if one.startswith("  ") and not two.startswith(" ")])[-1]
+        return ([lines[0]] + [two for line, two in pairwise(lines) if line.startswith("  ") and not two.startswith(" ")])[-1]
     return f"{type(error).__name__}: {lines[0]}"
 
 
 def _versions(batches: Sequence[Any]) -> list[int]:
-    return [one._version for one in tensors_in(batches)]
+    return [item._version for item in tensors_in(batches)]
 
 
 def _positions(session: Session, step: _Step) -> list[dict[str, Any]]:

@@ -72,7 +72,7 @@ def write_capsule(folder: Path, name: str, facts: dict[str, Any], state: Mapping
 
 def capsules_in(run: Path) -> list[Path]:
     """Return the capsules in a run directory, by step and rank."""
-    return sorted(one.parent for one in (run / FOLDER).glob(f"step-*/{_FACTS}"))
+    return sorted(path.parent for path in (run / FOLDER).glob(f"step-*/{_FACTS}"))
 
 
 def capsule_at(path: str | PathLike[str]) -> Path:

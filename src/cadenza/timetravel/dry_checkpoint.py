@@ -24,9 +24,9 @@ class DryRetention(Retention):
 
     def kept_by_rules(self) -> dict[str, list[dict[str, str]]]:
         """Return the rules that keep each checkpoint, and that the newest one stays at which a run can continue."""
-        kept, whole = self.kept(), [one for one in self.known if one.whole]
+        kept, whole = self.kept(), [item for item in self.known if item.whole]
         if whole:
-            kept.setdefault(max(whole, key=lambda one: one.rank).name, [{"callback": "", "rule": NEWEST}])
+            kept.setdefault(max(whole, key=lambda saved: saved.rank).name, [{"callback": "", "rule": NEWEST}])
         return kept
 
     def apply(self, newest: Saved | None = None) -> list[str]:
@@ -36,8 +36,8 @@ class DryRetention(Retention):
         kept = self.kept_by_rules()
         if newest is not None:
             kept.setdefault(newest.name, [])
-        gone = [one.name for one in sorted(self.known, key=lambda one: one.rank) if one.name not in kept]
-        self.known: list[Known] = [one for one in self.known if one.name in kept]
+        gone = [item.name for item in sorted(self.known, key=lambda saved: saved.rank) if item.name not in kept]
+        self.known: list[Known] = [item for item in self.known if item.name in kept]
         return gone
 
 
@@ -95,8 +95,8 @@ class DryCheckpoint(Checkpoint):
         session, folder = session_of(run), self.directory or "checkpoints"
         for monitor in self.monitors:
             monitor.reset()
-        writers = [one for one in session.savers if isinstance(one, DryWriter)]
-        same = [one for one in writers if (str(one.store.files), one.weights_only) == (folder, self.weights_only)]
+        writers = [saver for saver in session.savers if isinstance(saver, DryWriter)]
+        same = [writer for writer in writers if (str(writer.store.files), writer.weights_only) == (folder, self.weights_only)]
         writer = same[0] if same else DryWriter(session, folder, self._time_at, weights_only=self.weights_only)
         if not same:
             session.savers.append(writer)

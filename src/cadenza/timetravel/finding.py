@@ -301,7 +301,7 @@ class FindLearningRate(Callback):
         axes.set(xscale="log", xlabel="learning rate", ylabel="loss")
         finite = [loss for loss in self.smoothed if math.isfinite(loss)]
         if finite and max(finite) > min(finite):  # a diverged last loss would flatten the curve
-            lowest, highest = min(one for one in (*self.losses, *finite) if math.isfinite(one)), max(finite)
+            lowest, highest = min(loss for loss in (*self.losses, *finite) if math.isfinite(loss)), max(finite)
             margin = 0.1 * (highest - lowest)
             axes.set_ylim(lowest - margin, highest + margin)
         axes.legend()
@@ -419,7 +419,7 @@ def apart(loader: Any) -> Any:
     """
     if isinstance(loader, Limited):
         return Limited(apart(loader.loader), loader.count)
-    held = [one for one in getattr(loader, "__dict__", {}).values() if is_read_once(one)]
+    held = [value for value in getattr(loader, "__dict__", {}).values() if is_read_once(value)]
     for once in [loader] if isinstance(loader, Iterator) else held:
         raise DataError(
             f"trying steps before the training needs a loader that can be read again; a {type(once).__name__} gives each "

@@ -84,7 +84,7 @@ class Fingerprint(Callback):
 
     def _take_gradients(self, run: Run) -> None:
         session = session_of(run)
-        named = [(name, one.grad) for name, one in _parameters(session) if one.grad is not None]
+        named = [(name, tensor.grad) for name, tensor in _parameters(session) if tensor.grad is not None]
         self._gradients = run.progress.step + 1, _sums(run, named)
 
     def _write(self, run: Run) -> None:
@@ -94,7 +94,7 @@ class Fingerprint(Callback):
         outputs = tensors_at(dict(run.outputs), "outputs") if run.progress.step else ()
         sums = {  # what `cadenza compare` reads
             "batch": {"": f"{checksum_of_all(tensors_in(run.batch)):08x}"} if run.progress.step else {},
-            "outputs": {path: f"{checksum(one):08x}" for path, one in outputs},
+            "outputs": {path: f"{checksum(tensor):08x}" for path, tensor in outputs},
             "gradients": gradients if step == run.progress.step else {},
             "buffers": _sums(run, session.module.named_buffers()),
             "weights": _sums(run, _parameters(session)),
@@ -106,7 +106,7 @@ class Fingerprint(Callback):
 
 def _parameters(session: Session) -> list[tuple[str, Tensor]]:
     extra = session.extra_parameters.parameters
-    return [*session.module.named_parameters(), *((f"outside of the model {i}", one) for i, one in enumerate(extra))]
+    return [*session.module.named_parameters(), *((f"outside of the model {i}", tensor) for i, tensor in enumerate(extra))]
 
 
 def _sums(run: Run, named: Iterable[tuple[str, Any]]) -> dict[str, str]:
@@ -115,6 +115,10 @@ def _sums(run: Run, named: Iterable[tuple[str, Any]]) -> dict[str, str]:
         return {}
     own = {name: checksum(tensor) for name, tensor in named}
     if not run.driver.shards:
-        return {name: f"{one:08x}" for name, one in own.items()}
+        return {name: f"{value:08x}" for name, value in own.items()}
     everyone: list[dict[str, int]] = run.driver.gather_on_main(own)
-    return {name: f"{zlib.crc32(repr([one[name] for one in everyone]).encode()):08x}" for name in own} if everyone else {}
+    return (
+        {name: f"{zlib.crc32(repr([rank_value[name] for rank_value in everyone]).encode()):08x}" for name in own}
+        if everyone
+        else {}
+    )

@@ -137,9 +137,9 @@ class Spike(Sign):
         if self._limit is None:
             losses, limit = self._compared, self._floor
             middle = median(losses)
-            limit = max(limit, middle + _SPREADS * median([abs(one - middle) for one in losses]))
+            limit = max(limit, middle + _SPREADS * median([abs(loss - middle) for loss in losses]))
             if min(losses) > 0:
-                spread = median([abs(math.log(one) - math.log(middle)) for one in losses])
+                spread = median([abs(math.log(loss) - math.log(middle)) for loss in losses])
                 limit = max(limit, middle * math.exp(min(_LOG_SPREADS * spread, _MOST)))
             self._limit = middle, limit
         return self._limit
@@ -181,38 +181,38 @@ class AnySign(Sign):
     """The first of several signs."""
 
     def __init__(self, signs: Iterable[Sign]) -> None:
-        self.signs: list[Sign] = [inner for one in signs for inner in (one.signs if isinstance(one, AnySign) else [one])]
+        self.signs: list[Sign] = [inner for sign in signs for inner in (sign.signs if isinstance(sign, AnySign) else [sign])]
 
     def seen_in(self, loss: float) -> str | None:
-        return next((seen for one in self.signs if (seen := one.seen_in(loss)) is not None), None)
+        return next((seen for sign in self.signs if (seen := sign.seen_in(loss)) is not None), None)
 
     def add(self, loss: float) -> None:
-        for one in self.signs:
-            one.add(loss)
+        for sign in self.signs:
+            sign.add(loss)
 
     def quiet(self) -> tuple[float, int]:
-        limits, counts = zip(*(one.quiet() for one in self.signs), strict=True)
+        limits, counts = zip(*(sign.quiet() for sign in self.signs), strict=True)
         return min(limits), min(counts)
 
     def state_dict(self) -> dict[str, Any]:
-        return {name: state for name, one in self._named() if (state := one.state_dict())}
+        return {name: state for name, sign in self._named() if (state := sign.state_dict())}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        for name, one in self._named():
+        for name, sign in self._named():
             if name in state:
-                one.load_state_dict(state[name])
+                sign.load_state_dict(state[name])
 
     def _named(self) -> Iterator[tuple[str, Sign]]:
         """Yield each sign and its name: its class, and its number among those of the class."""
         numbers: Counter[str] = Counter()
-        for one in self.signs:
-            name = type(one).__name__
+        for sign in self.signs:
+            name = type(sign).__name__
             numbers[name] += 1
-            yield f"{name} {numbers[name]}", one
+            yield f"{name} {numbers[name]}", sign
 
     def reset(self) -> None:
-        for one in self.signs:
-            one.reset()
+        for sign in self.signs:
+            sign.reset()
 
     def __repr__(self) -> str:
         return " | ".join(map(repr, self.signs))
@@ -270,8 +270,8 @@ class Watch:
         self._look_ahead()
 
     def _add_later(self) -> None:
-        for one in self._later:
-            self.sign.add(one)
+        for sign in self._later:
+            self.sign.add(sign)
         self._later.clear()
 
     def _look_ahead(self) -> None:

@@ -69,7 +69,9 @@ def play(recording: Recording, callbacks: Sequence[BaseCallback]) -> Played:
         CallbackError: A callback reads a part of the run that was not recorded.
     """
     recording = recording.with_training(callbacks)
-    player = _Player(recording, reads_records=not all(isinstance(one, EarlyStopping | DryCheckpoint) for one in callbacks))
+    player = _Player(
+        recording, reads_records=not all(isinstance(callback, EarlyStopping | DryCheckpoint) for callback in callbacks)
+    )
     epochs, steps = (recording.arguments.get(name) for name in ("max_epochs", "max_steps"))
     trainer = _Playing(
         tiny_model(),
@@ -86,22 +88,23 @@ def play(recording: Recording, callbacks: Sequence[BaseCallback]) -> Played:
     trainer.recorded_arguments, trainer.player = recording.arguments, player
     run = trainer.fit()
     session = session_of(run)
-    decisions = [one for one in run.decisions if one is not player.end and one.who != "the trainer"]
+    decisions = [decision for decision in run.decisions if decision is not player.end and decision.who != "the trainer"]
     return Played(run.progress.step, decisions, session.savers)
 
 
 def check_playable(callbacks: Sequence[BaseCallback]) -> None:
     """Raise `CallbackError` for a callback that needs more than the records of a run."""
-    for one in callbacks:
-        if isinstance(one, ForeignCallback):
+    for callback in callbacks:
+        if isinstance(callback, ForeignCallback):
             raise CallbackError(
-                f"what_if cannot play {one.name}, a callback of {one.system}: expected EarlyStopping, Checkpoint or callbacks "
-                "of your own. Write its settings as those of cadenza.callbacks.EarlyStopping or Checkpoint."
+                f"what_if cannot play {callback.name}, a callback of {callback.system}: expected EarlyStopping, "
+                "Checkpoint or callbacks of your own. Write its settings as those of cadenza.callbacks.EarlyStopping or "
+                "Checkpoint."
             )
-    for name, one in Hooks(callbacks).callbacks.items():
-        kinds = [kind for kind in type(one).__mro__ if kind.__module__.startswith(_NATIVE)]
-        native = kinds or type(one).__module__.startswith("cadenza.")
-        if native and not isinstance(one, EarlyStopping | DryCheckpoint | Subscription):
+    for name, callback in Hooks(callbacks).callbacks.items():
+        kinds = [kind for kind in type(callback).__mro__ if kind.__module__.startswith(_NATIVE)]
+        native = kinds or type(callback).__module__.startswith("cadenza.")
+        if native and not isinstance(callback, EarlyStopping | DryCheckpoint | Subscription):
             raise CallbackError(
                 f"what_if cannot play {name}: it needs the model, batches or gradients, depends on the clock, or acts outside "
                 "of the run. Records decide for EarlyStopping, Checkpoint and callbacks of your own. Leave it out."
@@ -192,15 +195,15 @@ class _Player(Callback):
         events = {*recording.evaluations, *(recording.records if reads_records else ())}
         self._events: list[int] = sorted(events)
         self._epochs: Iterator[Sequence[Window]] = recording.epochs()
-        names = dict.fromkeys(one.name for some in recording.evaluations.values() for one in some)
+        names = dict.fromkeys(evaluation.name for some in recording.evaluations.values() for evaluation in some)
         self._evaluations = {name: Evaluation([], name=name) for name in names}
-        for one in chain.from_iterable(recording.evaluations.values()):
-            if any(not result.startswith(f"{one.name}/") for result in one.results):  # those of a LightningModule
-                self._evaluations[one.name].own_names = True
+        for value in chain.from_iterable(recording.evaluations.values()):
+            if any(not result.startswith(f"{value.name}/") for result in value.results):  # those of a LightningModule
+                self._evaluations[value.name].own_names = True
 
     def listeners(self) -> list[Listener]:
         of_steps, of_epochs = (Deferred(partial(self._evaluate, at_epoch_end=ends)) for ends in (False, True))
-        at_ends = any(one.at_epoch_end for some in self.recording.evaluations.values() for one in some)
+        at_ends = any(evaluation.at_epoch_end for some in self.recording.evaluations.values() for evaluation in some)
         ends = [Listener(Callback.on_epoch_end, of_epochs)] if at_ends else []
         return [*super().listeners(), Listener(Callback.on_step_end, of_steps), *ends]
 
@@ -208,12 +211,12 @@ class _Player(Callback):
         run.evaluations.update(self._evaluations)
 
     def _evaluate(self, run: Run, *, at_epoch_end: bool) -> None:
-        for one in self.recording.evaluations.get(run.progress.step, ()):
-            if one.at_epoch_end is at_epoch_end:
-                evaluation = self._evaluations[one.name]
+        for decision in self.recording.evaluations.get(run.progress.step, ()):
+            if decision.at_epoch_end is at_epoch_end:
+                evaluation = self._evaluations[decision.name]
                 hooks_of(run).on_eval_start(run, evaluation)
-                evaluation.results = dict(one.results)
-                record_evaluated(session_of(run), evaluation, who=one.name)
+                evaluation.results = dict(decision.results)
+                record_evaluated(session_of(run), evaluation, who=decision.name)
                 hooks_of(run).on_eval_end(run, evaluation)
 
     def play_epoch(self, session: Session) -> None:
@@ -239,10 +242,10 @@ class _Player(Callback):
         """Count the steps in which nothing happens; return the index of the next step in which something may."""
         progress, first = session.progress, windows[index].step
         listeners = session.hooks.by_moment.get(Callback.on_step_end, ())
-        own = [one for one in listeners if one.owner != "_Player"]
-        if any(one.trigger is None for one in own):
+        own = [listener for listener in listeners if listener.owner != "_Player"]
+        if any(item.trigger is None for item in own):
             return index
-        following = min((one.trigger.next_step(progress) for one in own if one.trigger), default=math.inf)
+        following = min((item.trigger.next_step(progress) for item in own if item.trigger), default=math.inf)
         after = bisect_left(self._events, first)
         following = min(following, *self._events[after : after + 1], windows[-1].step)
         while windows[index].step < following:
@@ -324,12 +327,12 @@ class Recording:
             raise CadenzaError(f"{path}: what_if needs the part 'data' of run.json, which earlier versions did not write.")
         evaluations: dict[int, list[Evaluated]] = {}
         last = info.step
-        for one in read_decisions(path / "decisions.jsonl"):
-            last = max(last, one.when.step) if not facts.get("progress") else last
-            if one.what == "evaluated" and "results" in one.data:
-                results = {name: float(value) for name, value in one.data["results"].items()}
-                name, at_end = str(one.data["evaluation"]), one.when.batch_in_epoch == 0 and one.when.step > 0
-                evaluations.setdefault(one.when.step, []).append(Evaluated(name, results, at_end))
+        for decision in read_decisions(path / "decisions.jsonl"):
+            last = max(last, decision.when.step) if not facts.get("progress") else last
+            if decision.what == "evaluated" and "results" in decision.data:
+                results = {name: float(value) for name, value in decision.data["results"].items()}
+                name, at_end = str(decision.data["evaluation"]), decision.when.batch_in_epoch == 0 and decision.when.step > 0
+                evaluations.setdefault(decision.when.step, []).append(Evaluated(name, results, at_end))
         if not facts.get("progress"):  # it goes on, or was killed
             last = max([last, *(record.step for record in read_records(path / "metrics.jsonl", names=()))])
         course = DataCourse.from_plain(facts["data"])
@@ -356,8 +359,8 @@ class Recording:
 
     def with_training(self, callbacks: Iterable[BaseCallback]) -> Recording:
         """Return the recording with logged results of the training as evaluations, if the callbacks monitor one of them."""
-        known = {one.name for some in self.evaluations.values() for one in some}
-        watched = {monitor.name for one in callbacks for monitor in monitors_of(one)}
+        known = {evaluation.name for some in self.evaluations.values() for evaluation in some}
+        watched = {monitor.name for callback in callbacks for monitor in monitors_of(callback)}
         watched = {name for name in watched if "/" in name and name.partition("/")[0] not in known}
         if not watched:
             return self

@@ -285,12 +285,12 @@ class Recover(Callback, Compared):
 
     def _checkpoint(self, session: Session, step: int) -> tuple[str, Counters] | None:
         """Return the newest good checkpoint with at most `step` steps. Every rank must call this."""
-        whole = [one for one in session.savers if isinstance(one, CheckpointWriter) and not one.weights_only]
+        whole = [saver for saver in session.savers if isinstance(saver, CheckpointWriter) and not saver.weights_only]
         for writer in whole:
             writer.finish()  # a checkpoint that is being written counts, as it does after a kill
         directory = session.directory
         assert directory is not None, "checked in on_setup"
-        folders = [str(one.store.files) for one in whole]
+        folders = [str(entry.store.files) for entry in whole]
         whole_epochs = session.cursor.source.obstacle is not None
         look = partial(_newest_good, RecordedRun(directory), folders, step, whole_epochs=whole_epochs)
         found: tuple[str, Counters] | None = session.driver.broadcast(look() if session.driver.is_main else None)
@@ -325,7 +325,7 @@ class Recover(Callback, Compared):
             return
         self._statistics.restore()
         session.step.skip(undone=True)
-        rank = next(rank for rank, one in enumerate(everyone) if one)
+        rank = next(rank for rank, rank_value in enumerate(everyone) if rank_value)
         run.warn(f"left out {self._tell(run, f'{everyone[rank]}', run.progress.batch_in_epoch, rank)}")
 
     def _before_update(self, run: Run) -> None:
@@ -335,7 +335,7 @@ class Recover(Callback, Compared):
             self._check_gradients(run, session)
         if rates:
             for index, optimizer in enumerate(run.optimizers):
-                if any(optimizer is one for one in session.step.updating):
+                if any(optimizer is updating for updating in session.step.updating):
                     session.rates.apply(index, optimizer, run.progress.step + 1)
 
     def _after_update(self, run: Run) -> None:
@@ -356,8 +356,8 @@ class Recover(Callback, Compared):
         """
         if getattr(session.precision, "scaler", None) is not None:
             return
-        held = [one for one in parameters_of(session.step.updating) if one.grad is not None]
-        finite = all_finite(one.grad for one in held if one.grad is not None)
+        held = [parameter for parameter in parameters_of(session.step.updating) if parameter.grad is not None]
+        finite = all_finite(entry.grad for entry in held if entry.grad is not None)
         if not (session.driver.any_rank(not finite) if session.driver.shards else not finite):
             return
         for parameter in held:
@@ -402,15 +402,15 @@ def _newest_good(
 
     Only the line of the present branch counts; with `whole_epochs`, only checkpoints between two epochs. None: there is none.
     """
-    for one in RunSoFar(directory, [*elsewhere]).catalogue.line():
-        if one.saved.step > step or one.problem() is not None:
+    for entry in RunSoFar(directory, [*elsewhere]).catalogue.line():
+        if entry.saved.step > step or entry.problem() is not None:
             continue
-        loaded = one.store.read(one.saved)
+        loaded = entry.store.read(entry.saved)
         reached = Counters(**loaded.state["progress"])
         if whole_epochs and reached.batch_in_epoch:
             continue
         if all_finite(weight for weight in loaded.model.values() if isinstance(weight, Tensor)):
-            return one.path, reached
+            return entry.path, reached
     return None
 
 
@@ -458,7 +458,7 @@ class Plan:
         """
         if self.to is None or step > self.to:
             return self.guard, self.rates
-        _, guard, rates = next((one for one in reversed(self.earlier) if one[0] < step), (0, 0, []))
+        _, guard, rates = next((item for item in reversed(self.earlier) if item[0] < step), (0, 0, []))
         return guard, rates
 
     def in_vain(self, step: int) -> tuple[bool, int]:
@@ -474,4 +474,4 @@ class Plan:
     def earlier_than(self, to: int) -> list[Any]:
         """Return `earlier` of a plan that goes back to the step `to`."""
         own = [] if self.to is None else [[self.to, self.guard, self.rates]]
-        return [one for one in (*self.earlier, *own) if one[0] < to]
+        return [item for item in (*self.earlier, *own) if item[0] < to]

@@ -165,7 +165,7 @@ class ReplayCheck(Callback, Compared):
         """
         mine, second, third = passes
         step, several = run.progress.step + 1, run.driver.world_size > 1
-        first_differs, second_differs = (bool(_over_ranks(run, one.differences(third))) for one in (mine, second))
+        first_differs, second_differs = (bool(_over_ranks(run, run_value.differences(third))) for run_value in (mine, second))
         if not first_differs:
             kind, cause = "a repeat was wrong", "the other repeat agrees with the step: the machine gave a wrong number once"
         elif not second_differs:
@@ -174,11 +174,11 @@ class ReplayCheck(Callback, Compared):
         else:
             kind, cause = "no two passes agree", _NO_MAJORITY
         used = int(self.action == "majority" and first_differs and not second_differs)
-        where = "; ".join(f"{f'on rank {rank} ' if several else ''}in {named(one)}" for rank, one in found.items())
+        where = "; ".join(f"{f'on rank {rank} ' if several else ''}in {named(differing)}" for rank, differing in found.items())
         data = {
             "step": step,
             "kind": kind,
-            "ranks": {str(rank): dict(one) for rank, one in found.items()},
+            "ranks": {str(rank): dict(differing) for rank, differing in found.items()},
             "used": "the repeat" if used else "the step",
         }
         solved = self.action == "majority" and not (first_differs and second_differs)
@@ -233,8 +233,8 @@ class _Replicas:
 
     def __init__(self, everyone: Sequence[Mapping[str, int]]) -> None:
         self._everyone = everyone
-        names = dict.fromkeys(name for one in everyone for name in one)
-        self._usual = {name: Counter(one.get(name) for one in everyone).most_common(1)[0] for name in names}
+        names = dict.fromkeys(name for rank_value in everyone for name in rank_value)
+        self._usual = {name: Counter(rank_value.get(name) for rank_value in everyone).most_common(1)[0] for name in names}
 
     @staticmethod
     def compared(driver: Driver, sums: Mapping[str, int]) -> _Replicas | None:
@@ -250,7 +250,7 @@ class _Replicas:
 
     def right(self, name: str) -> list[int]:
         """Return the ranks with the usual values of a tensor."""
-        return [rank for rank, one in enumerate(self._everyone) if one.get(name) == self._usual[name][0]]
+        return [rank for rank, rank_value in enumerate(self._everyone) if rank_value.get(name) == self._usual[name][0]]
 
     def wrong(self) -> dict[int, str]:
         """Return the ranks with other values than most, each with the name of the first such tensor.
@@ -259,8 +259,10 @@ class _Replicas:
         """
         half = len(self._everyone) / 2
         firsts = {
-            rank: next((name for name, (usual, count) in self._usual.items() if count <= half or one.get(name) != usual), None)
-            for rank, one in enumerate(self._everyone)
+            rank: next(
+                (name for name, (usual, count) in self._usual.items() if count <= half or rank_value.get(name) != usual), None
+            )
+            for rank, rank_value in enumerate(self._everyone)
         }
         return {rank: name for rank, name in firsts.items() if name is not None}
 
@@ -275,17 +277,17 @@ def _over_ranks(run: Run, own: Mapping[str, str]) -> dict[int, Mapping[str, str]
     """Return the differences of the ranks that have any, by rank. Every rank must call this."""
     if not run.driver.any_rank(bool(own)):
         return {}
-    return {rank: one for rank, one in enumerate(run.driver.gather(dict(own))) if one}
+    return {rank: rank_value for rank, rank_value in enumerate(run.driver.gather(dict(own))) if rank_value}
 
 
 def _suspects(run: Run) -> str:
     """Name the callbacks that may have changed gradients between the backward pass and the check."""
     moments = session_of(run).hooks.by_moment
     names = dict.fromkeys(
-        one.owner
+        listener.owner
         for moment in (Callback.on_after_backward, Callback.on_batch_end)
-        for one in moments.get(moment, ())
-        if not one.inner
+        for listener in moments.get(moment, ())
+        if not listener.inner
     )
     return f", or a callback changed gradients: {', '.join(names)}" if names else ""
 

@@ -47,7 +47,7 @@ class ReplayStart(NamedTuple):
     def of(path: Path, steps: Sequence[int], elsewhere: Sequence[str]) -> ReplayStart:
         """Return the start, on the main process, from the step that each rank gave."""
         step = steps[0]
-        other = next((rank for rank, one in enumerate(steps) if one != step), None)
+        other = next((rank for rank, number in enumerate(steps) if number != step), None)
         if other is not None:
             raise ValueError(
                 f"step must be the same on all ranks; got {step} on rank 0 and {steps[other]} on rank {other}. All ranks "
@@ -121,7 +121,9 @@ def newest_before(recorded: RecordedRun, step: int, elsewhere: Sequence[str]) ->
     """
     catalogue = Catalogue.at(recorded.path, elsewhere)
     line = catalogue.line()
-    line += [one for one in RunSoFar(recorded, elsewhere).begun if Path(one.path).parent != recorded.checkpoints.absolute()]
+    line += [
+        entry for entry in RunSoFar(recorded, elsewhere).begun if Path(entry.path).parent != recorded.checkpoints.absolute()
+    ]
     newest, skipped = first_usable((entry for entry in line if entry.saved.step < step), Entry.problem)
     if newest is not None:
         return newest, skipped

@@ -166,7 +166,7 @@ class Replay:
         """Raise `DistributedError` if another rank called another verb, instead of a wait for each other without an end."""
         driver = self._trainer.driver
         verbs = driver.gather(verb) if driver.world_size > 1 else []
-        other = next((rank for rank, one in enumerate(verbs) if one != verb), None)
+        other = next((rank for rank, evaluation in enumerate(verbs) if evaluation != verb), None)
         if other is not None:
             error = DistributedError(
                 f"rank {driver.rank} called {verb} of a replay, and rank {other} called {verbs[other]}. Every rank must call "
@@ -335,8 +335,11 @@ def _separate(trainer: Trainer, start: ReplayStart, leave_out: type | tuple[type
     again = copy(trainer)
     again._run = again._handle = again._last_progress = None
     again.directory = Path(start.folder)
-    names = {id(one): name for name, one in trainer._hooks().callbacks.items()}
-    again.callbacks = [left_out(one, names[id(one)]) if acts_outside(one, leave_out) else one for one in trainer.callbacks]
+    names = {id(callback): name for name, callback in trainer._hooks().callbacks.items()}
+    again.callbacks = [
+        left_out(callback, names[id(callback)]) if acts_outside(callback, leave_out) else callback
+        for callback in trainer.callbacks
+    ]
     again.callbacks.append(witness)
     return again
 
@@ -383,9 +386,9 @@ def acts_outside(callback: BaseCallback, others: type | tuple[type, ...] = ()) -
     """
     if isinstance(callback, ForeignCallback):
         kind = type(callback.callback)
-        names = [one.__name__ for one in kind.__mro__]
-        parts = {part for one in kind.__mro__ for part in one.__module__.split(".")}
-        known = any(part in name for part in _PARTS for name in names) or any(one in parts for one in _MODULES)
+        names = [base.__name__ for base in kind.__mro__]
+        parts = {part for base in kind.__mro__ for part in base.__module__.split(".")}
+        known = any(part in name for part in _PARTS for name in names) or any(evaluation in parts for evaluation in _MODULES)
         return known or isinstance(callback.callback, others)
     return isinstance(callback, (*_NATIVE, others)) or type(callback).__module__.startswith("cadenza.sinks.")
 

@@ -96,7 +96,7 @@ def replay_capsule(trainer: Recipe, path: str | PathLike[str]) -> RepeatedStep:
     session = _alone(trainer)._new_session()
     _load_weights(session, capsule)
     batches = [moved(batch, session.driver.device) for batch in capsule.state["batches"]]
-    states = [RNGState.from_plain(one) for one in capsule.state["rng"]]
+    states = [RNGState.from_plain(state) for state in capsule.state["rng"]]
     not_training = {*capsule.facts.get("not_training", ())}
     for name, module in session.module.named_modules():
         module.training = name not in not_training
@@ -131,7 +131,7 @@ def _load_weights(session: Session, capsule: CapsuleContent) -> None:
             f"the capsule {str(capsule.path)!r} holds no weights: they were sharded over ranks. Use replay_step."
         )
     other, own = f"the capsule {str(capsule.path)!r} belongs to another model", state_of(session.module)
-    if absent := [name for name, one in own.items() if isinstance(one, Tensor) and name not in weights]:
+    if absent := [name for name, value in own.items() if isinstance(value, Tensor) and name not in weights]:
         raise CheckpointMismatchError(f"{other}: it has no {', '.join(map(repr, absent[:3]))}. Give the model of the run.")
     try:
         load_into(session.module, {**own, **weights})
@@ -164,7 +164,7 @@ class Located:
     @property
     def found(self) -> bool:
         """Whether something was not finite."""
-        return any(one is not None for one in (self.weight, self.tensor, self.module, self.parameter))
+        return any(state is not None for state in (self.weight, self.tensor, self.module, self.parameter))
 
 
 def locate(
@@ -190,7 +190,7 @@ def locate(
         accumulates: Whether to add gradients to the parameters, which calls the hooks of DDP: these may exchange gradients.
     """
     named = chain(model.named_parameters(), model.named_buffers())
-    result = Located(weight=first_not_finite((repr(name), one) for name, one in named))
+    result = Located(weight=first_not_finite((repr(name), tensor) for name, tensor in named))
     for number, (batch, state) in enumerate(zip(batches, rng_states, strict=True)):
         state.restore()
         watch = _Watch(model, others)
@@ -202,7 +202,12 @@ def locate(
                 if accumulates:
                     loss.backward()
                 else:
-                    held = {id(one): one for module in (model, *others) for one in module.parameters() if one.requires_grad}
+                    held = {
+                        id(parameter): parameter
+                        for module in (model, *others)
+                        for parameter in module.parameters()
+                        if parameter.requires_grad
+                    }
                     torch.autograd.grad(loss, [*held.values()], allow_unused=True)
         tensor = first_not_finite(_floats(tensors_at(batch, "batch")))
         finite = bool(torch.isfinite(loss.detach()).all())
@@ -246,11 +251,13 @@ class _Watch:
         """Watch inside."""
         modules = [*self._model.named_modules()]
         with ExitStack() as removing, torch.compiler.set_stance("force_eager"):
-            for name, module in chain(modules, (("", one) for one in self._others)):
+            for name, module in chain(modules, (("", other) for other in self._others)):
                 kind = type(module).__name__
                 called = f"{name!r} ({kind})" if name else f"the model ({kind})" if module is self._model else kind
                 removing.callback(module.register_forward_hook(partial(self._look, called)).remove)
-            owners = {id(one): (name, module) for name, module in modules for one in module.parameters(recurse=False)}
+            owners = {
+                id(parameter): (name, module) for name, module in modules for parameter in module.parameters(recurse=False)
+            }
             for name, parameter in self._model.named_parameters():
                 if parameter.requires_grad:
                     owner, module = owners[id(parameter)]
@@ -268,7 +275,7 @@ class _Watch:
 
 
 def _floats(named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    return ((name, one) for name, one in named if one.is_floating_point() or one.is_complex())
+    return ((name, tensor) for name, tensor in named if tensor.is_floating_point() or tensor.is_complex())
 
 
 def _rows(model: nn.Module, compute: Callable[[nn.Module, Any], Any], batch: Any, state: RNGState, output: Any) -> list[int]:
@@ -292,8 +299,8 @@ def _rows(model: nn.Module, compute: Callable[[nn.Module, Any], Any], batch: Any
 
 
 def _rows_in(value: Any, size: int) -> list[int]:
-    tensors = (one for _, one in _floats(tensors_at(value, "")) if one.ndim and len(one) == size)
-    return sorted({row for one in tensors for row in _bad_rows(one)})
+    tensors = (state for _, state in _floats(tensors_at(value, "")) if state.ndim and len(state) == size)
+    return sorted({row for tensor in tensors for row in _bad_rows(tensor)})
 
 
 def _bad_rows(tensor: Tensor) -> list[int]:
@@ -305,7 +312,7 @@ def _bad_rows(tensor: Tensor) -> list[int]:
 
 
 def _size(batch: Any) -> int:
-    return next((len(one) for one in tensors_in(batch) if one.ndim), 0)
+    return next((len(item) for item in tensors_in(batch) if item.ndim), 0)
 
 
 def _sample(value: Any, row: int, size: int) -> Any:

@@ -112,36 +112,36 @@ class Snapshot:
         else:
             self._tensors[known] = tensor, value.to("cpu", copy=True) if self._on_host else value.clone()
 
-    def _look_at(self, one: Any) -> Iterable[Any]:
+    def _look_at(self, value: Any) -> Iterable[Any]:
         """Copy the state of one object; return the objects that it holds."""
-        if isinstance(one, _LEAVES) or id(one) in self._seen:
+        if isinstance(value, _LEAVES) or id(value) in self._seen:
             return ()
-        self._seen[id(one)] = one
-        room = type(one).__module__.partition(".")[0]
-        if isinstance(one, Tensor):
-            if self._data or (one.ndim == 1 and not one.is_floating_point()):
-                self._copy(one)
-        elif isinstance(one, torch.Generator):
-            self._generators.append((one.set_state, one.get_state()))
-        elif isinstance(one, random.Random):
-            self._generators.append((one.setstate, one.getstate()))
+        self._seen[id(value)] = value
+        room = type(value).__module__.partition(".")[0]
+        if isinstance(value, Tensor):
+            if self._data or (value.ndim == 1 and not value.is_floating_point()):
+                self._copy(value)
+        elif isinstance(value, torch.Generator):
+            self._generators.append((value.set_state, value.get_state()))
+        elif isinstance(value, random.Random):
+            self._generators.append((value.setstate, value.getstate()))
         elif room == "numpy":
-            self._look_at_numpy(one)
-        elif isinstance(one, (*_CONTAINERS, tuple)):
-            return self._entries_of(one)
-        elif room not in sys.stdlib_module_names and hasattr(one, "__dict__"):
-            return self._attributes_of(one)
+            self._look_at_numpy(value)
+        elif isinstance(value, (*_CONTAINERS, tuple)):
+            return self._entries_of(value)
+        elif room not in sys.stdlib_module_names and hasattr(value, "__dict__"):
+            return self._attributes_of(value)
         return ()
 
-    def _look_at_numpy(self, one: Any) -> None:
-        name = type(one).__name__
+    def _look_at_numpy(self, value: Any) -> None:
+        name = type(value).__name__
         if name == "RandomState":
-            self._generators.append((one.set_state, one.get_state()))
+            self._generators.append((value.set_state, value.get_state()))
         elif name == "Generator":
-            inner = one.bit_generator
+            inner = value.bit_generator
             self._generators.append((lambda state: setattr(inner, "state", state), deepcopy(inner.state)))
-        elif name == "ndarray" and one.ndim == 1 and one.dtype.kind in "biu":
-            self._arrays.append((one, one.copy()))
+        elif name == "ndarray" and value.ndim == 1 and value.dtype.kind in "biu":
+            self._arrays.append((value, value.copy()))
 
 
 @contextmanager
@@ -157,8 +157,10 @@ def undone(session: Session) -> Iterator[None]:
     without_effects = getattr(inspect.unwrap(session.compute), "without_effects", nullcontext)
     with preserve_rng_state(), without_effects():
         # A wrapper such as SAM or Lookahead holds another optimizer, and tensors that no state_dict contains.
-        before = Snapshot((one for one in holders if one is not None), session.optimizers, on_host=True)
-        gradients = [(one, one.grad) for one in chain(session.module.parameters(), parameters_of(session.optimizers))]
+        before = Snapshot((holder for holder in holders if holder is not None), session.optimizers, on_host=True)
+        gradients = [
+            (parameter, parameter.grad) for parameter in chain(session.module.parameters(), parameters_of(session.optimizers))
+        ]
         for parameter, _ in gradients:
             parameter.grad = None
         try:
@@ -192,8 +194,8 @@ class Pass:
 
 
 def _first(mine: list[tuple[str, int]], theirs: list[tuple[str, int]]) -> str | None:
-    for (name, one), (other, two) in zip(mine, theirs, strict=False):
-        if (name, one) != (other, two):
+    for (name, value), (other, two) in zip(mine, theirs, strict=False):
+        if (name, value) != (other, two):
             return name
     if len(mine) != len(theirs):
         return (mine + theirs)[min(len(mine), len(theirs))][0]
@@ -253,8 +255,8 @@ class StepRepeat:
         window = self.session.step.window
         if window.left_out or len(window.losses) != len(self._batches) or not self._batches:
             return "a batch was skipped"
-        for one, used in zip(self._batches, window.losses, strict=True):
-            if one.loss is None or one.loss.data_ptr() != used.data_ptr():
+        for batch, used in zip(self._batches, window.losses, strict=True):
+            if batch.loss is None or batch.loss.data_ptr() != used.data_ptr():
                 return "a callback replaced the loss in on_before_backward"
         return None
 
@@ -267,16 +269,16 @@ class StepRepeat:
         session, window = self.session, self.session.step.window
         self._put_back()
         self._pass = Pass()
-        for index, one in enumerate(self._batches):
-            one.rng.restore()
-            with session.driver.no_sync(session.model) if one.held_back else nullcontext(), torch.enable_grad():
+        for index, batch in enumerate(self._batches):
+            batch.rng.restore()
+            with session.driver.no_sync(session.model) if batch.held_back else nullcontext(), torch.enable_grad():
                 outputs = Outputs()
-                outputs.take(self._computed(index, session.model, deepcopy(one.batch)))
+                outputs.take(self._computed(index, session.model, deepcopy(batch.batch)))
                 scale = window.scale_of(index)
                 shared = window.of_ranks is not None
                 if type(scale) is not float or scale or (shared and not session.driver.adds_nothing):
                     session.precision.backward(outputs["loss"], scale)
-                elif shared and not one.held_back:
+                elif shared and not batch.held_back:
                     session.driver.add_no_gradients(session.model, outputs["loss"])
         complete_window(session)
         if session.driver.reduces:
@@ -291,7 +293,7 @@ class StepRepeat:
         `again` may be called inside. If the block raises, the same happens.
         """
         rng, mine = RNGState.capture(), self.original()
-        kept = [(one, one.grad) for one in self._parameters()]
+        kept = [(parameter, parameter.grad) for parameter in self._parameters()]
         try:
             yield mine
         finally:
@@ -320,13 +322,15 @@ class StepRepeat:
             return self._compute(model, batch)
         if not self._batches:
             self._before = self._snapshot()
-            self._gradients = {id(one): None if one.grad is None else one.grad.clone() for one in self._parameters()}
-        one = _Batch(deepcopy(batch), RNGState.capture(), session.sync.holds_back)
-        self._batches.append(one)
+            self._gradients = {
+                id(parameter): None if parameter.grad is None else parameter.grad.clone() for parameter in self._parameters()
+            }
+        repeated = _Batch(deepcopy(batch), RNGState.capture(), session.sync.holds_back)
+        self._batches.append(repeated)
         result = self._computed(len(self._batches) - 1, model, batch)
         outputs = Outputs()
         outputs.take(result)
-        one.loss = outputs["loss"] if isinstance(outputs["loss"], Tensor) else None
+        repeated.loss = outputs["loss"] if isinstance(outputs["loss"], Tensor) else None
         return result
 
     def _computed(self, index: int, model: nn.Module, batch: Any) -> Any:
@@ -337,7 +341,7 @@ class StepRepeat:
             self._traced = -1
         where = f" of batch {index + 1}" if self.session.step.window.size > 1 else ""
         path = "the loss" if isinstance(result, Tensor) else "outputs"
-        self._pass.sums["output"] += [(f"{at}{where}", checksum(one)) for at, one in tensors_at(result, path)]
+        self._pass.sums["output"] += [(f"{at}{where}", checksum(value)) for at, value in tensors_at(result, path)]
         return result
 
     def _tracer(self, name: str, module: nn.Module) -> Callable[[nn.Module, Any, Any], None]:
@@ -346,7 +350,7 @@ class StepRepeat:
         def trace(_: nn.Module, arguments: Any, output: Any) -> None:
             if self._traced >= 0:
                 where = f" in batch {self._traced + 1}" if self.session.step.window.size > 1 else ""
-                self._pass.sums["module"] += [(label + where, checksum(one)) for _, one in tensors_at(output, "")]
+                self._pass.sums["module"] += [(label + where, checksum(value)) for _, value in tensors_at(output, "")]
 
         return trace
 
@@ -359,18 +363,18 @@ class StepRepeat:
 
     def _parameters(self) -> list[Tensor]:
         held = [*self.session.module.parameters(), *self.session.extra_parameters.parameters]
-        return list({id(one): one for one in held}.values())
+        return list({id(value): value for value in held}.values())
 
     def _snapshot(self) -> Snapshot:
-        return Snapshot((one for _, one in self._modules()), on_host=False, since=self._before)
+        return Snapshot((submodule for _, submodule in self._modules()), on_host=False, since=self._before)
 
     def _put_back(self) -> None:
         """Set weights, buffers, gradients and attributes to their values before the step."""
         if self._before is not None:
             self._before.restore()
-        for one in self._parameters():
-            gradient = self._gradients[id(one)]
-            one.grad = None if gradient is None else gradient.clone()
+        for parameter in self._parameters():
+            gradient = self._gradients[id(parameter)]
+            parameter.grad = None if gradient is None else gradient.clone()
 
     def _results(self, result: Pass) -> Pass:
         """Complete the results of a pass: weights, buffers and gradients as they are now."""
@@ -381,14 +385,16 @@ class StepRepeat:
                     if tensor is not None and id(tensor) not in known:
                         known.add(id(tensor))
                         result.sums[kind].append((repr(f"{prefix}.{key}" if prefix else key), checksum(tensor)))
-        names = {id(one): repr(name) for name, one in self.session.module.named_parameters()}
+        names = {id(parameter): repr(name) for name, parameter in self.session.module.named_parameters()}
         found: list[tuple[str, int]] = []
-        for one in self._parameters():
-            gradient = one.grad
+        for parameter in self._parameters():
+            gradient = parameter.grad
             # Memory of the driver, such as the buckets of DDP, is written again by the next pass.
-            result.gradients[id(one)] = gradient.clone() if gradient is not None and self.session.driver.reduces else gradient
+            result.gradients[id(parameter)] = (
+                gradient.clone() if gradient is not None and self.session.driver.reduces else gradient
+            )
             if gradient is not None:
-                found.append((names.get(id(one), "a parameter outside of the model"), checksum(gradient)))
+                found.append((names.get(id(parameter), "a parameter outside of the model"), checksum(gradient)))
         result.sums["gradient"] = found[::-1]  # the backward pass begins with the last ones
         result.after = self._snapshot()
         return result

@@ -103,29 +103,29 @@ class Content:
 
         plain, others = encode(state, copied)
         both = ({name: copied(tensor) for name, tensor in model.items()}, others)
-        tensors, other_tensors = ({name: one for name, one in some.items() if isinstance(one, Tensor)} for some in both)
-        shards, other_shards = ({name: one for name, one in some.items() if isinstance(one, Shard)} for some in both)
+        tensors, other_tensors = ({name: value for name, value in some.items() if isinstance(value, Tensor)} for some in both)
+        shards, other_shards = ({name: value for name, value in some.items() if isinstance(value, Shard)} for some in both)
         mine = None if own is None else encode(own)
         return Content(tensors, plain, other_tensors, dict(facts), shards, other_shards, mine)
 
     def is_finite(self) -> bool:
         """Return whether all weights of this rank are finite. They are read once, by the first call."""
         if self.finite is None:
-            self.finite = all_finite([*self.model.values(), *(one.part for one in self.model_shards.values())])
+            self.finite = all_finite([*self.model.values(), *(shard.part for shard in self.model_shards.values())])
         return self.finite
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> Content:
         """Return it with each tensor replaced. With `host_copy`, it may be written later."""
         shards, other = (
-            {name: replace(one, part=change(one.part)) for name, one in some.items()}
+            {name: replace(value, part=change(value.part)) for name, value in some.items()}
             for some in (self.model_shards, self.shards)
         )
-        model, tensors = ({name: change(one) for name, one in some.items()} for some in (self.model, self.tensors))
+        model, tensors = ({name: change(value) for name, value in some.items()} for some in (self.model, self.tensors))
         return replace(self, model=model, tensors=tensors, model_shards=shards, shards=other)
 
     def emptied(self) -> list[Tensor]:
         """Return its tensors and keep none, so that nothing reads them from here any more."""
-        parts = [one.part for some in (self.model_shards, self.shards) for one in some.values()]
+        parts = [value.part for some in (self.model_shards, self.shards) for value in some.values()]
         found = [*self.model.values(), *self.tensors.values(), *parts]
         self.model, self.tensors, self.model_shards, self.shards = {}, {}, {}, {}
         return found
@@ -162,9 +162,9 @@ class HostBuffers:
     def take_back(self, tensors: Iterable[Tensor]) -> None:
         """Take the copies of a checkpoint that is written, and clear the rest. Nothing may read them any more."""
         self._free = {}
-        for one in tensors:
-            if one.layout is torch.strided:
-                self._free.setdefault((one.dtype, one.shape), []).append(one)
+        for tensor in tensors:
+            if tensor.layout is torch.strided:
+                self._free.setdefault((tensor.dtype, tensor.shape), []).append(tensor)
 
 
 class DeviceBuffers(HostBuffers):

@@ -75,7 +75,7 @@ class LocalFiles:
         self, path: str, tensors: dict[str, Tensor], header: dict[str, str] | None = None, later: Unflushed | None = None
     ) -> Facts:
         """Write a safetensors file. Raises OSError."""
-        large = sum(one.nbytes for one in tensors.values()) > 4 * CHUNK  # else a thread costs more than it saves
+        large = sum(tensor.nbytes for tensor in tensors.values()) > 4 * CHUNK  # else a thread costs more than it saves
         return self._write(path, pieces(tensors, header), later, SumBeside() if large else Sum())
 
     def _write(
@@ -507,11 +507,11 @@ def pieces(tensors: Mapping[str, Tensor], header: Mapping[str, str] | None = Non
     entries: dict[str, Any] = {} if header is None else {"__metadata__": dict(header)}
     at = 0
     for name in order:
-        one, start = tensors[name], at
-        if one.dtype not in _NAMES:
-            raise ValueError(f"the tensor {name!r} has the number format {one.dtype}, which a safetensors file cannot hold")
-        at += one.nbytes
-        entries[name] = {"dtype": _NAMES[one.dtype], "shape": list(one.shape), "data_offsets": [start, at]}
+        tensor, start = tensors[name], at
+        if tensor.dtype not in _NAMES:
+            raise ValueError(f"the tensor {name!r} has the number format {tensor.dtype}, which a safetensors file cannot hold")
+        at += tensor.nbytes
+        entries[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, at]}
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     yield len(text).to_bytes(8, "little") + text
@@ -541,7 +541,7 @@ def read_tensors(file: SummedFile, size: int, header: dict[str, str] | None = No
     at, end = 0, size - 8 - length
     for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
         dtype, shape, (start, stop) = _DTYPES[entry["dtype"]], checked_shape(entry["shape"]), entry["data_offsets"]
-        if not all(type(one) is int and one >= 0 for one in (start, stop)) or start != at or stop > end:
+        if not all(type(bound) is int and bound >= 0 for bound in (start, stop)) or start != at or stop > end:
             raise ValueError(f"the tensor {name!r} is not where it can be")
         count = dtype.itemsize * math.prod(shape)
         if count != stop - start:

@@ -80,7 +80,7 @@ def checked(written: bytes, name: str, step: int) -> dict[str, Any]:
         if strange := strange or [file for file in manifest.get("others", {}) if not is_other(file)]:
             raise CheckpointFormatError(f"{name}: its {MANIFEST} names {strange[0]!r}, which is not a file of a checkpoint")
         summed = all(type(said["size"]) is int and type(said["crc32"]) is str for said in files_in(manifest).values())
-        if not summed or not all(_is_best(one) for one in manifest.get("best", [])):
+        if not summed or not all(_is_best(fact) for fact in manifest.get("best", [])):
             raise foreign
         count_in(manifest["step"]), count_in(manifest.get("epoch", 0)), time_in(manifest.get("time", 0))
         if manifest["step"] != step:
@@ -105,26 +105,26 @@ def is_other(path: str) -> bool:
     return len(parts) > 1 and all(part not in ("", ".", "..") and not {*part} & {*"\\:\0"} for part in parts)
 
 
-def _is_best(one: Any) -> bool:
+def _is_best(fact: Any) -> bool:
     """Return whether an entry tells which checkpoint is the best, as `Best.fact` writes it."""
-    texts = (one["monitor"], one["mode"], one["checkpoint"], one.get("weights", ""))
-    known = all(type(text) is str for text in texts) and one["mode"] in ("min", "max")
-    return known and count_in(one["step"]) >= 0 and not math.isnan(best_value(one))
+    texts = (fact["monitor"], fact["mode"], fact["checkpoint"], fact.get("weights", ""))
+    known = all(type(text) is str for text in texts) and fact["mode"] in ("min", "max")
+    return known and count_in(fact["step"]) >= 0 and not math.isnan(best_value(fact))
 
 
-def best_value(one: Mapping[str, Any]) -> float:
+def best_value(fact: Mapping[str, Any]) -> float:
     """Return the value in an entry of ``best``, in which a value that is not finite is a text."""
-    return float(one["value"])
+    return float(fact["value"])
 
 
-def best_text(one: Mapping[str, Any]) -> str:
+def best_text(fact: Mapping[str, Any]) -> str:
     """Return the value in an entry of ``best`` as text."""
-    return number(best_value(one))
+    return number(best_value(fact))
 
 
-def best_brief(one: Mapping[str, Any]) -> dict[str, Any]:
+def best_brief(fact: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a decision says of an entry of ``best``."""
-    return {key: one[key] for key in ("monitor", "mode", "value", "step")}
+    return {key: fact[key] for key in ("monitor", "mode", "value", "step")}
 
 
 _END = b"\n}"

@@ -92,7 +92,7 @@ class Folder:
 
     def verify(self) -> None:
         """Check that all files are unchanged."""
-        of_ranks = {self._file(kind, rank): one for kind, some in self._table.items() for rank, one in enumerate(some)}
+        of_ranks = {self._file(kind, rank): file for kind, some in self._table.items() for rank, file in enumerate(some)}
         for file, facts in {**self._said, **of_ranks}.items():
             if facts is not None:
                 self._check(file, facts)
@@ -121,7 +121,7 @@ class Folder:
     @cached_property
     def _table(self) -> Table:
         """What ``parts.json`` lists; empty without it."""
-        return self._json(PARTS, lambda one: files_by_rank(one, self._manifest["ranks"])) if PARTS in self._said else {}
+        return self._json(PARTS, lambda parts: files_by_rank(parts, self._manifest["ranks"])) if PARTS in self._said else {}
 
     def _shards(self, *, keep: bool) -> dict[str, dict[str, Tensor]]:
         """Verify the shards of every `ranks`-th rank; with `keep`, return their tensors by path, so that they are read once."""
@@ -137,14 +137,14 @@ class Folder:
 
     def _stored(self, kind: str, held: dict[str, dict[str, Tensor]], index: Any, *, lazily: bool) -> dict[str, Any]:
         if table := self._table:
-            splits = {key: split_of(self._name, kind, one, table[kind]) for key, one in index[kind].items()}
+            splits = {key: split_of(self._name, kind, value, table[kind]) for key, value in index[kind].items()}
             found = {
-                key: Stored(self._files, key, checked_shape(one["shape"]), dtype_of(one), splits[key], held)
-                for key, one in index[kind].items()
+                key: Stored(self._files, key, checked_shape(value["shape"]), dtype_of(value), splits[key], held)
+                for key, value in index[kind].items()
             }
         else:
             found = stored_in(self._files, self._name, index[kind], self._said)
-        return dict(found) if lazily else {key: one.read() for key, one in found.items()}
+        return dict(found) if lazily else {key: match.read() for key, match in found.items()}
 
     def _states(self, first: Any) -> RankStates:
         """Verify the states of every `ranks`-th rank and read that of this one; return the states of all, to be read."""
@@ -259,9 +259,9 @@ def checked_state(state: Any) -> Any:
             _require(fits, f"optimizers[{index}].param_groups", said, numbers)
             if names[index] in _MOMENTS:
                 _check_update(optimizer, options, f"optimizers[{index}]")
-    for name, one in state["callbacks"].items():
-        if name.partition("#")[0] == "LearningRate" and "scheduler" in one:
-            check(one, {"scheduler": _schedule, "total?": _above_0, "planned?": _above_0}, f"callbacks.{name}")
+    for name, value in state["callbacks"].items():
+        if name.partition("#")[0] == "LearningRate" and "scheduler" in value:
+            check(value, {"scheduler": _schedule, "total?": _above_0, "planned?": _above_0}, f"callbacks.{name}")
     return state
 
 
@@ -280,11 +280,11 @@ def check_moments(optimizer: object, saved: Mapping[str, Any], shapes: Sequence[
         return
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
     shape_of = dict(zip(numbers, shapes, strict=True))
-    for number, one in saved["state"].items():
+    for number, item in saved["state"].items():
         _require(number in shape_of, "state", "a state of parameters of its groups", number)
-        for name in needed if one else ():
-            _require(name in one, f"state.{number}.{name}", "this field", "nothing")
-        for name, value in one.items():
+        for name in needed if item else ():
+            _require(name in item, f"state.{number}.{name}", "this field", "nothing")
+        for name, value in item.items():
             shape = shape_of[number] if isinstance(value, Tensor | Stored) and name not in _NUMBERS else None
             _require(shape is None or tuple(value.shape) == tuple(shape), f"state.{number}.{name}", f"of {shape}", value)
 
@@ -301,9 +301,9 @@ def check(value: Any, kind: Kind, path: str) -> None:
         _require(isinstance(value, Mapping), path, "a mapping", value)
         for key, of_value in kind.items():
             if isinstance(key, type):
-                for name, one in value.items():
+                for name, item in value.items():
                     _require(isinstance(name, key), path, f"keys that are {key.__name__}", name)
-                    check(one, of_value, f"{path}.{name}")
+                    check(item, of_value, f"{path}.{name}")
                 continue
             name = key.removesuffix("?")
             at = f"{path}.{name}" if path else name
@@ -313,8 +313,8 @@ def check(value: Any, kind: Kind, path: str) -> None:
     elif isinstance(kind, list | tuple):
         fits = isinstance(value, list | tuple) and (isinstance(kind, list) or len(value) == len(kind))
         _require(fits, path, "a list" if isinstance(kind, list) else f"a list of {len(kind)}", value)
-        for index, one in enumerate(value):
-            check(one, kind[0] if isinstance(kind, list) else kind[index], f"{path}[{index}]")
+        for index, element in enumerate(value):
+            check(element, kind[0] if isinstance(kind, list) else kind[index], f"{path}[{index}]")
     elif isinstance(kind, type) or not callable(kind):
         _require(isinstance(value, kind), path, getattr(kind, "__name__", str(kind)), value)
     else:
@@ -347,8 +347,8 @@ def _check_update(optimizer: Mapping[str, Any], options: Sequence[Mapping[str, A
         made_with = options[number] if number < len(options) else {}
         kinds = {name: _like(value) for name, value in made_with.items()}
         check(group, {**kinds, **_OPTIONS}, f"{path}.param_groups[{number}]")
-    for number, one in optimizer["state"].items():
-        check(one, _OF_PARAMETER, f"{path}.state.{number}")
+    for number, item in optimizer["state"].items():
+        check(item, _OF_PARAMETER, f"{path}.state.{number}")
 
 
 def _like(value: Any) -> Kind:
@@ -406,7 +406,7 @@ def _rows(value: Any, path: str) -> None:
 def _schedules(value: Any, path: str) -> None:
     """Check the reading of each moment: a state of an earlier version has other entries, which a resume does not read."""
     check(value, Mapping, path)
-    check({name: one for name, one in value.items() if name.startswith("on_")}, {str: _READING}, path)
+    check({name: item for name, item in value.items() if name.startswith("on_")}, {str: _READING}, path)
 
 
 def _streams(value: Any, path: str) -> None:

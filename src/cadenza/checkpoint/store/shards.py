@@ -45,7 +45,7 @@ class Listed:
 
     def overlapping(self, wanted: Region) -> Sequence[Chunk]:
         """Return the parts that overlap with a region."""
-        return [one for one in self.chunks if _overlaps(one, wanted)]
+        return [chunk for chunk in self.chunks if _overlaps(chunk, wanted)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,10 +142,10 @@ def files_by_rank(content: Any, ranks: int) -> dict[str, list[Facts | None]]:
     """
     found: dict[str, list[Facts | None]] = {}
     for kind in (MODEL, STATE, RANK):
-        found[kind] = [None if one is None else {"size": one[0], "crc32": one[1]} for one in content[kind]]
+        found[kind] = [None if file is None else {"size": file[0], "crc32": file[1]} for file in content[kind]]
         if len(found[kind]) != ranks:
             raise ValueError(f"it lists {counted(len(found[kind]), 'rank')} instead of {ranks}")
-        if not all(one is None or (type(one["size"]) is int and type(one["crc32"]) is str) for one in found[kind]):
+        if not all(match is None or (type(match["size"]) is int and type(match["crc32"]) is str) for match in found[kind]):
             raise ValueError("it lists a file without a size or a checksum")
     return found
 
@@ -160,13 +160,13 @@ def split_of(folder: str, kind: str, entry: Mapping[str, Any], files: Sequence[F
     given = entry["split"]
     if not isinstance(given, list):
         given = [] if given is None else [[given, entry.get("over", ranks), 1]]
-    splits = tuple(Cut(*one) for one in given)
-    for one in splits:
-        if not all(type(number) is int for number in one) or not 0 <= one.dim < len(shape):
-            raise ValueError(f"a tensor of the shape {shape} is split along {one.dim!r}")
-        if one.ranks < 1 or one.stride < (one.ranks > 1):
-            raise ValueError(f"a tensor is split over {one.ranks!r} of {counted(ranks, 'rank')}")
-    if sum((one.ranks - 1) * one.stride for one in splits) >= ranks:
+    splits = tuple(Cut(*item) for item in given)
+    for split in splits:
+        if not all(type(number) is int for number in split) or not 0 <= split.dim < len(shape):
+            raise ValueError(f"a tensor of the shape {shape} is split along {split.dim!r}")
+        if split.ranks < 1 or split.stride < (split.ranks > 1):
+            raise ValueError(f"a tensor is split over {split.ranks!r} of {counted(ranks, 'rank')}")
+    if sum((split.ranks - 1) * split.stride for split in splits) >= ranks:
         raise ValueError(f"a tensor is split over {[*map(tuple, splits)]}, and there are {counted(ranks, 'rank')}")
     return Split(folder, kind, shape, dtype_of(entry).itemsize, splits, files)
 
@@ -178,7 +178,7 @@ def split_entry(splits: Sequence[Cut], ranks: int) -> dict[str, Any]:
     if len(splits) == 1 and splits[0].stride == 1:
         dim, over, _ = splits[0]
         return {"split": dim} | ({} if over == ranks else {"over": over})
-    return {"split": [list(one) for one in splits]}
+    return {"split": [list(split) for split in splits]}
 
 
 def dtype_of(entry: Mapping[str, Any]) -> torch.dtype:
@@ -287,8 +287,8 @@ def layout_of(model: Mapping[str, Shard], state: Mapping[str, Shard]) -> Layout:
     """Return the layout of the tensors of which this rank has shards: the same on all ranks that hold the same tensors."""
     return {
         kind: {
-            name: {"shape": list(one.shape), "dtype": str(one.part.dtype).removeprefix("torch."), **one.split}
-            for name, one in shards.items()
+            name: {"shape": list(shard.shape), "dtype": str(shard.part.dtype).removeprefix("torch."), **shard.split}
+            for name, shard in shards.items()
         }
         for kind, shards in ((MODEL, model), (STATE, state))
     }
@@ -314,7 +314,9 @@ def _check_parts(name: str, entry: Mapping[str, Any], dtype: torch.dtype, known:
     shape = checked_shape(entry["shape"])
     for file, offsets, sizes in entry["parts"]:
         cuts = [*zip(offsets, sizes, shape, strict=True)]
-        if not all(type(one) is int for cut in cuts for one in cut) or any(a < 0 or b < 0 or a + b > c for a, b, c in cuts):
+        if not all(type(number) is int for cut in cuts for number in cut) or any(
+            a < 0 or b < 0 or a + b > c for a, b, c in cuts
+        ):
             raise ValueError(f"a part of {name!r} does not lie inside of its shape {shape}")
         if math.prod(sizes) * dtype.itemsize > known[file]["size"]:
             raise ValueError(f"a part of {name!r} is larger than its file {file}")

@@ -131,8 +131,8 @@ def _outcomes(runs: Sequence[RunFolder]) -> list[Cells]:
 
 
 def _facts(columns: Sequence[Mapping[str, Any]], *, everything: bool) -> list[Cells]:
-    names = list(dict.fromkeys(name for one in columns for name in one)) if everything else differing(columns)
-    return [(name, [text_of(one.get(name)) for one in columns]) for name in names]
+    names = list(dict.fromkeys(name for column in columns for name in column)) if everything else differing(columns)
+    return [(name, [text_of(column.get(name)) for column in columns]) for name in names]
 
 
 def _environment(run: RunFolder) -> dict[str, Any]:
@@ -163,7 +163,7 @@ def _values(runs: Sequence[RunFolder], metrics: Sequence[str]) -> list[Cells]:
             shown = ["-" if best is None else f"{precise(best.value)} (step {best.step:,})" for best in bests]
             rows.append((f"{name}, best", [*shown, *_difference(values)]))
         values = [last_of(run.story.series.get(name)) for run in runs]
-        rows.append((f"{name}, last", [*("-" if one is None else precise(one) for one in values), *_difference(values)]))
+        rows.append((f"{name}, last", [*("-" if value is None else precise(value) for value in values), *_difference(values)]))
     return rows
 
 
@@ -203,8 +203,8 @@ def _print_curves(rows: Sequence[Sequence[str]]) -> None:
 
 def _counts(runs: Sequence[RunFolder]) -> list[Cells]:
     counts = [Counter(decision.what for decision in run.story.decisions) for run in runs]
-    names = dict.fromkeys(name for one in counts for name in one)
-    return [(name, [f"{one[name]:,}" for one in counts]) for name in names]
+    names = dict.fromkeys(name for count in counts for name in count)
+    return [(name, [f"{count[name]:,}" for count in counts]) for name in names]
 
 
 def _fingerprints(runs: Sequence[RunFolder]) -> None:
@@ -214,7 +214,7 @@ def _fingerprints(runs: Sequence[RunFolder]) -> None:
         return
     say()
     for run, (rows, parted) in zip(runs[1:], found[1:], strict=True):
-        without = [one.story.name for one, (own, _) in ((runs[0], found[0]), (run, (rows, parted))) if not own]
+        without = [folder.story.name for folder, (own, _) in ((runs[0], found[0]), (run, (rows, parted))) if not own]
         told = f"{clean(', '.join(without))} has none" if parted is None else str(parted)
         say(f"fingerprints{f' of {clean(run.story.name)}' if len(runs) > 2 else ''}: {told}")
 
@@ -233,7 +233,7 @@ def _partings(runs: Sequence[RunFolder]) -> list[tuple[Mapping[int, Row], FirstD
 def _data(runs: Sequence[RunFolder], metrics: Sequence[str], *, everything: bool) -> dict[str, Any]:
     settings, facts = [run.settings for run in runs], [_environment(run) for run in runs]
     names = {
-        kind: list(dict.fromkeys(name for one in columns for name in one)) if everything else differing(columns)
+        kind: list(dict.fromkeys(name for column in columns for name in column)) if everything else differing(columns)
         for kind, columns in (("arguments", settings), ("environment", facts))
     }
     found = []

@@ -147,7 +147,7 @@ class Following:
             "values": {name: last_of(series) for name, series in story.series.items()},
             "best": bests,
             "records": len(records),
-            "decisions": [one.to_dict() for one in story.decisions[-5:]],
+            "decisions": [decision.to_dict() for decision in story.decisions[-5:]],
             "checkpoints": self.checkpoints,
             "outcome": story.info.get("outcome"),
         }
@@ -189,8 +189,8 @@ def _checkpoints(folder: Path) -> list[str]:
         names: Iterable[str] = os.listdir(folder)
     except OSError:
         return []
-    saved = [one for name in names if (one := Saved.named(name)) is not None]
-    return [one.name for one in sorted(saved)]
+    saved = [checkpoint for name in names if (checkpoint := Saved.named(name)) is not None]
+    return [checkpoint.name for checkpoint in sorted(saved)]
 
 
 def _is_suspended(path: Path) -> bool:

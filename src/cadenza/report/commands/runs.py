@@ -93,7 +93,7 @@ def _print(runs: Sequence[RunFolder], metrics: Sequence[str], differ: Sequence[s
     rows = [head]
     for name, run in zip(names, runs, strict=True):
         values = [_value(run, metric) for metric in metrics]
-        given = [cut(text_of(run.settings.get(one)), _LONGEST) for one in differ]
+        given = [cut(text_of(run.settings.get(name)), _LONGEST) for name in differ]
         rows.append([name, run.state, *values, *given, f"{run.story.reached.step:,}", run.story.took or "-", _started(run)])
     kept = fitting(rows, 2)
     numbers = {*range(2, 2 + len(metrics)), len(head) - 3}

@@ -211,7 +211,10 @@ def _table(run: Following, columns: int, most: int) -> list[str]:
 
 
 def _news(run: Following) -> list[str]:
-    told = [f"step {one.when.step:,}: {one.what} by {one.who}: {one.why}" for one in run.story.decisions[-_DECISIONS:]]
+    told = [
+        f"step {decision.when.step:,}: {decision.what} by {decision.who}: {decision.why}"
+        for decision in run.story.decisions[-_DECISIONS:]
+    ]
     if run.checkpoints:
         told.append(f"{counted(len(run.checkpoints), 'checkpoint')}, the newest is {run.checkpoints[-1]}")
     return [clean(line) for line in told]

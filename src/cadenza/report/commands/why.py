@@ -42,14 +42,14 @@ def answer(arguments: argparse.Namespace) -> int:
         DirectoryError: The directory holds no run.
     """
     run, what = read(arguments.run, names=()), " ".join(arguments.what) or "ended"
-    found = [one for one in run.story.decisions if what in (one.what, one.who)]
+    found = [decision for decision in run.story.decisions if what in (decision.what, decision.who)]
     if what == "ended":
-        found = [one for one in run.story.decisions if one.what == run.state]
+        found = [decision for decision in run.story.decisions if decision.what == run.state]
     about_end = what in ("ended", run.state) or (what == "stopped" and run.state not in ("running", "unknown"))
     sentences = _sentences(run, what, found[-1:] if not arguments.all else found, about_end=about_end)
     if arguments.json:
         outcome = run.story.info.get("outcome")
-        decisions = [one.to_dict() for one in found]
+        decisions = [match.to_dict() for match in found]
         print_json(
             {
                 "run": str(run.path), "state": run.state, "outcome": outcome, "what": what,
@@ -66,7 +66,7 @@ def answer(arguments: argparse.Namespace) -> int:
 
 def _sentences(run: RunFolder, what: str, found: Sequence[Decision], *, about_end: bool) -> list[str]:
     if found:
-        return [str(one) for one in found]
+        return [str(match) for match in found]
     if about_end:
         return [run.ending if what != "stopped" else f"the run was not stopped by a request. It is {run.ending}"]
     known = [] if what in _ENDINGS else [why(what, run.story.decisions)]

@@ -99,16 +99,16 @@ def _lines(answer: dict[str, Any]) -> list[str]:
         if name in ("text", "answer", "reasons"):
             lines += value.splitlines() if isinstance(value, str) else value
         elif isinstance(value, dict):
-            lines += [f"{name}:", *(f"  {inner}: {one}" for inner, one in value.items())]
+            lines += [f"{name}:", *(f"  {inner}: {item}" for inner, item in value.items())]
         elif isinstance(value, list) and isinstance(value[0], dict):
-            lines += [f"{name}:", *(f"  {_sentence(one)}" for one in value)]
+            lines += [f"{name}:", *(f"  {_sentence(item)}" for item in value)]
         else:
             lines.append(f"{name}: {value}")
     return lines
 
 
-def _sentence(one: dict[str, Any]) -> str:
+def _sentence(row: dict[str, Any]) -> str:
     """Return a decision or a problem as a line."""
-    if "what" in one:
-        return sentence(one)
-    return f"{one['kind']}: {one['message']}" if "kind" in one else str(one)
+    if "what" in row:
+        return sentence(row)
+    return f"{row['kind']}: {row['message']}" if "kind" in row else str(row)

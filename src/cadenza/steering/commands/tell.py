@@ -74,9 +74,9 @@ def given_to(verb: str, given: list[str]) -> dict[str, Any]:
             raise CadenzaError(f"attach needs one module:Callback; got {' '.join(given) or 'nothing'}")
         return {"callback": given[0]}
     if verb == "set":
-        if not given or not all("=" in one for one in given):
+        if not given or not all("=" in item for item in given):
             raise CadenzaError(f"set needs NAME=VALUE, such as lr=1e-4; got {' '.join(given) or 'nothing'}")
-        return {name: _value(text) for name, _, text in (one.partition("=") for one in given)}
+        return {name: _value(text) for name, _, text in (item.partition("=") for item in given)}
     if given:
         raise CadenzaError(f"{verb} takes no more arguments; got {' '.join(given)!r}. Give a reason with --reason.")
     return {}

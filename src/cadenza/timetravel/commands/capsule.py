@@ -39,12 +39,12 @@ def show(arguments: argparse.Namespace) -> None:
         except CheckpointError as problem:
             problems.append(problem)
     if arguments.json:
-        print_json([{"path": str(path), **one} for path, one in facts])
-    for number, (path, one) in enumerate([] if arguments.json else facts):
+        print_json([{"path": str(path), **fact} for path, fact in facts])
+    for number, (path, fact) in enumerate([] if arguments.json else facts):
         if number:
             say()
-        say_folded(clean(f"{path}: {one['why']}"), " ", "  ")
-        rows = _rows(one)
+        say_folded(clean(f"{path}: {fact['why']}"), " ", "  ")
+        rows = _rows(fact)
         widest = max(len(name) for name, _ in rows)
         for name, value in rows:
             say_folded(f"{name:<{widest}}  {clean(value)}", " ", " " * (widest + 2))

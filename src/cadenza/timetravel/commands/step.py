@@ -53,4 +53,4 @@ def name_samples(arguments: argparse.Namespace) -> None:
 def _of_rank(named: StepSamples, rank: int) -> StepSamples:
     if not 0 <= rank < named.ranks:
         raise CadenzaError(f"step {named.step} has no rank {rank}: expected a rank from 0 to {named.ranks - 1}.")
-    return StepSamples(named.step, named.epoch, named.ranks, tuple(one for one in named.batches if one.rank == rank))
+    return StepSamples(named.step, named.epoch, named.ranks, tuple(batch for batch in named.batches if batch.rank == rank))
