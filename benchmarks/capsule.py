@@ -1,12 +1,12 @@
-"""What `Capsule` costs steps of about 2.5 and 5 ms: blocks of 20 steps with and without it in turn, in one run.
+"""Cost of `Capsule` for steps of about 2.5 and 5 ms: alternating blocks of 20 steps with and without it, in one run.
 
     python benchmarks/capsule.py [--steps 12000] [--widths 320 512] [--dropout 0.1]
 
-In two of three blocks the hooks of `Capsule` return at once: what differs between them is noise. The order is random. The first
-steps of a block are not measured, since what ran in the block before is in the caches of the processor. Blocks are compared by
-the median of their steps, within each turn of three: printed are the mean of the differences between their quartiles, and its
-standard error. The time inside of the hooks is measured in a run of its own, as the mean without the slowest 1 %, since some
-steps do more than others. One thread.
+In two of three blocks the hooks of `Capsule` return immediately; the difference between these two is noise. The order is
+random. The first steps of a block are not measured, because the processor caches still hold data of the previous block.
+Blocks are compared by the median of their steps, within each turn of three: printed are the mean of the differences between
+their quartiles, and its standard error. The time inside of the hooks is measured in a separate run, as the mean without the
+slowest 1 %, since some steps do more than others. One thread.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ GROUPS = ("without", "without, again", "with")
 
 
 class InSomeSteps(Capsule):
-    """A capsule that works in the steps of the last group only.
+    """A capsule that is active only in the steps of the last group.
 
     Args:
         groups: The group of each step.

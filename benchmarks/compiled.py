@@ -1,10 +1,11 @@
-"""What a step costs with ``Trainer(compile=...)``, beside the same compiled model in a loop written by hand.
+"""Cost of a step with ``Trainer(compile=...)``, compared with the same compiled model in a hand-written loop.
 
     python benchmarks/compiled.py [--rounds 5] [--steps 100] [--only shakespeare vit mlp]
 
 The graph must not break because of the trainer: new breaks are counted in each loop. Both loops use a fused AdamW, take turns
-of 20 steps in one process, and must end with the same weights, to the bit. Times are CPU time on one thread, without the
-first round, which compiles. "By hand, again" has the loop by hand in the place of the trainer: what the measurement varies by.
+of 20 steps in one process, and must end with bit-identical weights. Times are CPU time on one thread, without the
+first round, which compiles. "By hand, again" replaces the trainer with the hand-written loop, which shows the noise of the
+measurement.
 """
 
 from __future__ import annotations
@@ -149,7 +150,7 @@ def _run_of(loop: Loop, model: nn.Module, batches: list[Batch], loss_of: Loss, m
 
 
 def _ticking(loss_of: Loss, clock: Clock) -> Loss:
-    """Return `loss_of`, which ticks before the forward pass: the compiled model itself cannot."""
+    """Return `loss_of` with a tick before the forward pass, which the compiled model cannot make."""
 
     def ticking(model: nn.Module, batch: Batch) -> Tensor:
         clock.tick()

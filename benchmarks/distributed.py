@@ -1,13 +1,13 @@
-"""What Cadenza and others cost on multiple ranks beside DDP by hand, as ratios of wall time in one interleaved run.
+"""Cost of Cadenza and others on multiple ranks relative to hand-written DDP: ratios of wall time in one interleaved run.
 
     OMP_NUM_THREADS=1 python benchmarks/distributed.py [--ranks 2] [--rounds 11] [--sizes tiny middle] [--only NAME ...]
 
-Each round does the same training in each way, in the same processes, on the same batches; the order changes from round to
+Each round runs the same training in each way, in the same processes, on the same batches; the order changes from round to
 round. A step is timed from one forward pass to another, from the 51st to the last: in wall time, and in CPU time of the process
 with all its threads. "End" is the time from the last forward
 pass until the training returns, with its last step and, for the usual job, the checkpoint. The ratios are medians over the
-rounds, of two times in the same round. "By hand, again" is the loop by hand once more: what the machine itself varies by.
-All ways must end with the same weights. What the two jobs are stands in `distributed_ways.py`.
+rounds, of two times in the same round. "By hand, again" repeats the hand-written loop, which shows the noise of the machine.
+All ways must end with the same weights. `distributed_ways.py` defines the two jobs.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ HAND = "by hand"
 
 
 class Times(NamedTuple):
-    """What one training took."""
+    """The times of one training."""
 
     step_s: float
     cpu_s: float
@@ -57,7 +57,7 @@ def ways() -> dict[tuple[str, str], Way]:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Return a context in which what the packages print goes nowhere."""
+    """Return a context that discards the output of the packages."""
     with Path(os.devnull).open("w", encoding="utf-8") as nowhere, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         logging.disable(logging.WARNING)

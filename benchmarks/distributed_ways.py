@@ -55,14 +55,14 @@ class Job:
 
     model: Mlp
     batches: list[Batch]
-    """Those of this rank."""
+    """The batches of this rank."""
     all_batches: list[Batch]
-    """Those of all ranks, in turn."""
+    """The batches of all ranks, in turn."""
     driver: DdpDriver
     place: Path
     """An empty folder, the same on all ranks."""
     usual: bool
-    """Whether to do the usual job, or the plain one."""
+    """Whether to run the usual job instead of the plain one."""
 
     def optimizer(self) -> torch.optim.Optimizer:
         """Return one of the parameters of the model."""
@@ -85,7 +85,7 @@ class Average:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Add the present weights."""
+        """Add the current weights."""
         torch._foreach_lerp_(self.averaged, self.current, 1 - DECAY)
 
 
@@ -118,7 +118,7 @@ class Log:
 
 
 def by_hand(job: Job) -> None:
-    """DDP as one would write it."""
+    """DDP written by hand."""
     if job.usual:
         usual_by_hand(job)
         return
@@ -132,7 +132,7 @@ def by_hand(job: Job) -> None:
 
 
 def usual_by_hand(job: Job) -> None:
-    """Do the same with what the usual list of callbacks does."""
+    """The same with the work of the usual callbacks."""
     model, optimizer, loss_fn = DistributedDataParallel(job.model), job.optimizer(), nn.CrossEntropyLoss()
     scheduler, average, log = job.scheduler(optimizer), Average(job.model), Log(job)
     parameters = list(job.model.parameters())
@@ -154,7 +154,7 @@ def usual_by_hand(job: Job) -> None:
 
 
 class Own(Callback):
-    """A callback of one's own that is called in each step, and could log or stop there."""
+    """A user callback that is called in each step and could log or stop."""
 
     def on_step_end(self, run: Run) -> None: ...
 
@@ -187,7 +187,7 @@ def with_cadenza(job: Job, callbacks: Callable[[], list[Callback]] = list) -> No
 
 
 def with_accelerate(job: Job) -> None:
-    """Do the loop by hand around what accelerate prepares."""
+    """Run the hand-written loop on the objects prepared by accelerate."""
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=True)
@@ -212,7 +212,7 @@ def with_accelerate(job: Job) -> None:
 
 
 def with_lightning(job: Job) -> None:
-    """Lightning's Trainer, with its own callbacks."""
+    """Lightning's Trainer with its callbacks."""
     from lightning import LightningModule
     from lightning import Trainer as LightningTrainer
     from lightning.pytorch.callbacks import EMAWeightAveraging
@@ -237,10 +237,10 @@ def with_lightning(job: Job) -> None:
 
     class Averages(EMAWeightAveraging):
         def on_train_end(self, *arguments: object) -> None:
-            """Leave the model its own weights, which are compared."""
+            """Keep the model's weights, which are compared."""
 
     class Ready(list[Batch]):
-        """Batches that are taken for a loader."""
+        """Batches that are accepted as a loader."""
 
     LightningTrainer(
         accelerator="cpu",
@@ -259,7 +259,7 @@ def with_lightning(job: Job) -> None:
 
 
 def with_transformers(job: Job) -> None:
-    """Hugging Face's Trainer; it has no average of the weights, so that this is a callback."""
+    """Hugging Face's Trainer; it has no weight averaging, so this is a callback."""
     from transformers import Trainer as HfTrainer
     from transformers import TrainerCallback, TrainingArguments
 
@@ -316,7 +316,7 @@ PLAIN: dict[str, Way] = {
     "Lightning": with_lightning,
     "HF Trainer": with_transformers,
 }
-"""The ways to do the plain job; the first is what the others are compared with."""
+"""The ways to run the plain job; the first is the baseline."""
 USUAL: dict[str, Way] = {
     "by hand": by_hand,
     "by hand, again": by_hand,
@@ -325,6 +325,6 @@ USUAL: dict[str, Way] = {
     "Lightning": with_lightning,
     "HF Trainer": with_transformers,
 }
-"""The ways to do the usual job."""
+"""The ways to run the usual job."""
 PACKAGES = {"accelerate": "accelerate", "Lightning": "lightning", "HF Trainer": "transformers"}
-"""What a way needs beside torch and Cadenza."""
+"""The packages that a way needs in addition to torch and Cadenza."""

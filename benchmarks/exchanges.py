@@ -17,7 +17,7 @@ from cadenza.testing import launch
 
 
 def milliseconds(ranks: int, times: int, *, tree: bool) -> float:
-    """Return the mean time of an exchange of 33 numbers that is started and waited for, on rank 0."""
+    """Return the mean time on rank 0 to start an exchange of 33 numbers and wait for it."""
 
     def exchange() -> float:
         group._TREE_FROM = 2 if tree else ranks + 1

@@ -1,10 +1,10 @@
-"""The parts of a run that have a goal in ``docs/performance.md``, beside the same work by hand.
+"""The parts of a run that have a goal in ``docs/performance.md``, compared with the same work by hand.
 
     python benchmarks/goals.py [--rounds 40] [--steps 400]
 
 The model is an MLP 32-64-10, batches of 16, SGD, one thread. The ways take turns, in one process. Times are CPU time of all
-threads, for 20 steps or 20 batches each; those at the beginning are left out. The ratios are those of the medians and, since
-other processes only make a step slower, of the tenth percentiles. The weights and the losses must be equal to the bit.
+threads, for 20 steps or 20 batches each; the first ones are left out. The ratios are those of the medians and, since other
+processes only slow a step down, of the tenth percentiles. Weights and losses must be bit-identical.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def starts(rounds: int) -> Times:
 
 
 def made(count: int) -> Batches:
-    """Return as many batches."""
+    """Return this many batches."""
     return [(torch.randn(16, 32), torch.randint(0, 10, (16,))) for _ in range(count)]
 
 
@@ -160,7 +160,7 @@ def per_batch(model: Timed) -> list[float]:
 
 
 def check_equal(ends: dict[str, Tensor]) -> None:
-    """Raise `RuntimeError` unless all ways ended in the same numbers as the first."""
+    """Raise `RuntimeError` unless all ways ended with the same numbers as the first."""
     first, *others = ends
     for name in others:
         if not torch.equal(ends[name], ends[first]):

@@ -1,11 +1,11 @@
-"""What a step costs on a GPU, beside a loop written by hand: time, waits, kernels, idle time, memory, and the stall of a save.
+"""Cost of a step on a GPU, compared with a hand-written loop: time, waits, kernels, idle time, memory, and stall of a save.
 
     python benchmarks/gpu.py [--only mlp gpt resnet] [--rounds 5] [--steps 40] [--peak TFLOPS] [--device cuda] [--small]
 
 The ways take turns in one process. The time of a step is wall time over the steps of a turn, with one wait for the device at
-each end. A wait is a line at which torch says that the host waits for the device. Kernels and the idle part come from a trace
-of a few steps. The stall is what a step with a save takes above the median step. ``--small`` and ``--device cpu`` try the
-script without a GPU: columns that only a GPU has are empty.
+each end. A wait is a line at which torch reports that the host waits for the device. Kernels and the idle part come from a
+trace of a few steps. The stall is the time of a step with a save beyond the median step. ``--small`` and ``--device cpu`` try
+the script without a GPU: columns that only a GPU has are empty.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def fit(model: nn.Module, batches: list[Batch], precision: str, device: torch.de
 
 
 def trained(*callbacks: Callback) -> Callable[..., None]:
-    """Return what trains with a trainer."""
+    """Return a function that trains with a trainer."""
 
     def train(model: nn.Module, batches: list[Batch], precision: str, device: torch.device, mark: Mark) -> None:
         ends = on(Callback.on_step_end)(lambda run: mark())
@@ -169,7 +169,10 @@ def usual() -> list[Callback]:
 def timed(
     way: Callable[..., None], model: nn.Module, batches: list[Batch], precision: str, device: torch.device
 ) -> list[float]:
-    """Return the seconds of each step, without the first five. Only the whole is exact on a GPU: the host runs ahead."""
+    """Return the seconds of each step, without the first five.
+
+    On a GPU only the total is exact, because the host runs ahead.
+    """
     marks: list[float] = []
 
     def mark() -> None:
@@ -203,7 +206,7 @@ def on_the_device(way: Callable[..., None], run: tuple[Any, ...], device: torch.
 
 
 def stall(model: nn.Module, batches: list[Batch], precision: str, device: torch.device) -> float:
-    """Return the milliseconds that a step with a save takes above the median step."""
+    """Return the milliseconds of a step with a save beyond the median step."""
     with tempfile.TemporaryDirectory() as folder:
         seconds: list[float] = []
         ends = on(Callback.on_step_start)(lambda run: seconds.append(time.perf_counter()))

@@ -1,4 +1,4 @@
-"""What a run costs as the work grows: more callbacks, more records, more samples. Prints markdown tables.
+"""Cost of a run as it grows: more callbacks, more records, more samples. Prints markdown tables.
 
 python benchmarks/growth.py [--rounds 5] [--steps 200] [--records 1000000] [--samples 10000000]
 """
@@ -24,14 +24,14 @@ Batch = tuple[Tensor, Tensor]
 
 
 class Heard(Callback):
-    """Hears two moments of each step and does nothing."""
+    """Listens to two moments of each step and does nothing."""
 
     def on_step_start(self, run: object) -> None: ...
     def on_step_end(self, run: object) -> None: ...
 
 
 class Idle(Callback):
-    """Hears nothing."""
+    """Listens to nothing."""
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
@@ -62,7 +62,7 @@ def callbacks(rounds: int, steps: int) -> None:
 
 
 def _step_time(batches: list[Batch], listed: list[Callback]) -> float:
-    """Return the CPU time of a step, in seconds, without what setting up takes."""
+    """Return the CPU time of a step, in seconds, without the setup."""
     loss_fn, marks = nn.CrossEntropyLoss(), [0.0]
 
     def compute_loss(model: nn.Module, batch: Batch) -> Tensor:
@@ -77,9 +77,9 @@ def _step_time(batches: list[Batch], listed: list[Callback]) -> float:
 
 
 def history(records: int) -> None:
-    """Measure what very many records of three numbers leave in memory and in a checkpoint."""
+    """Measure the memory and checkpoint size of very many records of three numbers."""
     rows = []
-    for limit in (History().limit, 10**9):  # the small one first: the process's peak is what is measured
+    for limit in (History().limit, 10**9):  # the small one first, because the process's peak is measured
         kept = History(limit)
         before, begin = _peak_mib(), time.process_time()
         for step in range(records):
@@ -114,7 +114,7 @@ print(time.perf_counter() - begin, (resource.getrusage(resource.RUSAGE_SELF).ru_
 
 
 def start(samples: int, rounds: int) -> None:
-    """Measure the way to the first batch of a shuffled epoch, each time in a process of its own."""
+    """Measure the time to the first batch of a shuffled epoch, each in a separate process."""
     last = samples // 32 - 1
     ways = {
         "torch's DataLoader, shuffled": "first(DataLoader(Many(), 32, shuffle=True))",
@@ -151,7 +151,7 @@ def main() -> None:
     torch.manual_seed(0)
     logging.disable(logging.WARNING)
     callbacks(arguments.rounds, arguments.steps)
-    start(arguments.samples, arguments.rounds)  # before what takes much: a process inherits the peak of the one that made it
+    start(arguments.samples, arguments.rounds)  # before the large measurements: a process inherits the peak of its parent
     history(arguments.records)
 
 

@@ -1,4 +1,4 @@
-"""How much of the package a reader meets who follows one question through it. The same script measures any version.
+"""How much of the package a reader of one path must follow. The same script measures any version.
 
     python benchmarks/house.py [--names] [--json FILE] [--rounds 25]
 
@@ -30,12 +30,12 @@ resume       The distinct functions that ``fit(resume="auto")`` adds to the star
 stop         The distinct functions that a stop on rank 1 of 2 adds: those that one of the ranks executes between the end of
              step 2, where rank 1 calls ``run.stop("enough")``, and ``on_stop``, less those that the same run without the stop
              executes in steps 3 and 4. DDP with gloo.
-asked        Who is called at this step: the functions that five schedules add to steps 2 to 200 (every=3, at=5, when=,
+asked        The calls at a step: the functions that five schedules add to steps 2 to 200 (every=3, at=5, when=,
              "50 steps", "10 min", all at the end of a step). They are taken together and each alone; functions that a run
              without callbacks executes do not count.
 built        The functions that are executed when these five listeners and a `Hooks` of them are made.
 dispatch     Both: what decides which listeners are called. `files` and `folders` say where these functions are.
-public names What ``dir(run)`` shows in a hook, without names that begin with an underscore.
+public names The names in ``dir(run)`` in a hook, without names that begin with an underscore.
 session      The attributes of `Session` that modules other than its own use, the adapters in ``compat``
              included; and the modules of ``callbacks`` that import it.
 modules      Files ``*.py`` directly in the package, with ``__init__``.
@@ -80,7 +80,7 @@ from cadenza.testing import launch
 with contextlib.suppress(ImportError):  # for versions of `on` that take no strings
     from cadenza.hooks import periodic
 
-STEP = 2  # the step that is looked at: the first one may do more
+STEP = 2  # the measured step; the first one may do more
 
 
 class Batches:
@@ -98,7 +98,7 @@ class Batches:
 
 
 class Read:
-    """A loader that a generator function makes."""
+    """A loader created by a generator function."""
 
     def __init__(self, read: Callable[[], Iterator[Any]]) -> None:
         self.read = read
@@ -293,7 +293,7 @@ def schedules_built() -> list[Function]:
 
 
 def public_names() -> list[str]:
-    """Return the public names of what a hook gets."""
+    """Return the public names of a hook's argument."""
     found: list[str] = []
 
     @on(Callback.on_step_end, at=STEP)
@@ -305,7 +305,7 @@ def public_names() -> list[str]:
 
 
 def tiny_step(rounds: int) -> float:
-    """Return the CPU time of a tiny step beside that of the same step in a loop written by hand."""
+    """Return the CPU times of a tiny step and of the same step in a hand-written loop."""
     batches = [(torch.randn(16, 10), torch.randn(16, 1)) for _ in range(1000)]
 
     def by_hand() -> Callable[[], object]:
@@ -372,7 +372,7 @@ def circles() -> dict[str, list[list[str]]]:
 
 
 def measured(rounds: int) -> dict[str, Any]:
-    """Return all figures, and what is counted in each."""
+    """Return all figures with the counted items."""
     ratio = tiny_step(rounds)
     figures: dict[str, Any] = {}
     for name, functions in ways().items():

@@ -1,4 +1,4 @@
-"""What ``house.py`` reads and records: code lines of functions, functions that are executed, and the import graph."""
+"""Measurements of ``house.py``: code lines of functions, executed functions, and the import graph."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def _definitions(file: str) -> list[tuple[int, int, str, AnyDef]]:
 
 @cache
 def function_of(code: CodeType) -> Function | None:
-    """Return the function of the package that a code object belongs to; None if it is not the package's, or is no function.
+    """Return the function of the package that a code object belongs to; None if it is not the package's or not a function.
 
     Functions without source, such as the ``__init__`` of a dataclass, do not count.
     """
@@ -188,7 +188,7 @@ class Executed:
         """Return the functions in the order of their first call.
 
         Raises:
-            RuntimeError: What should open or close the recording did not come.
+            RuntimeError: The call that opens or closes the recording did not occur.
         """
         if not self.complete:
             raise RuntimeError("the recording did not open, or did not close before the run ended")
@@ -270,7 +270,7 @@ def _imports_in(
 
 
 def session_attributes() -> list[str]:
-    """Return the attributes of `Session` that other modules use. An expression that is a session is told by its name."""
+    """Return the attributes of `Session` that other modules use. Session expressions are recognized by their names."""
     trees = {module: tree_of(path) for module, path in modules().items()}
     holder = next(module for module, tree in trees.items() if any(_is_session_class(node) for node in tree.body))
     definition = next(node for node in trees[holder].body if _is_session_class(node))

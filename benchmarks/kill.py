@@ -56,7 +56,7 @@ class Job(Protocol):
 
 @dataclass
 class Tally:
-    """What was seen."""
+    """The results."""
 
     kills: Counter[str] = field(default_factory=Counter)
     places: Counter[str] = field(default_factory=Counter)
@@ -74,7 +74,7 @@ def start(job: Job, directory: Path, instant: Instant | None = None) -> int:
     if child := os.fork():
         return child
     code = 1
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what runs in the background without it
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts background jobs without it
     with directory.with_suffix(".log").open("a") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
@@ -82,13 +82,13 @@ def start(job: Job, directory: Path, instant: Instant | None = None) -> int:
         watching = watch(directory, instant)
         run = job.fit(directory)
         watching.write(watching.counts)
-        if run.progress.step > run.progress.origin.step:  # else the run was over, and there is nothing to do
+        if run.progress.step > run.progress.origin.step:  # otherwise the run was complete, and there is nothing to do
             torch.save(dict(run.model.state_dict()), directory / "final.new")
             (directory / "final.new").replace(directory / "final")
         code = 0
     except SystemExit as leaving:
         code = int(leaving.code or 0)
-    except KeyboardInterrupt:  # it came when the run was over: what is compared at the end is whether it lost anything
+    except KeyboardInterrupt:  # the run was already complete: the final comparison shows whether anything was lost
         code = 130
     except BaseException:
         traceback.print_exc()
@@ -135,7 +135,7 @@ def exit_status(child: int, limit_s: float = RUN_S) -> int:
 def kill(directory: Path, child: int, number: signal.Signals, dice: random.Random) -> None:
     """Send a signal to a child that trains, and in a third of the cases SIGKILL after it."""
     os.kill(child, number)
-    if number != signal.SIGKILL and dice.random() < 0.3:  # the scheduler has no patience
+    if number != signal.SIGKILL and dice.random() < 0.3:  # like a scheduler after its grace period
         time.sleep(dice.uniform(0, 0.05))
         if not ended(child):
             os.kill(child, signal.SIGKILL)
@@ -173,7 +173,7 @@ def one_run(job: Job, folder: Path, signals: list[str], dice: random.Random, tal
     for _ in range(min(left, dice.randint(4, 12))):
         number = signal.Signals[dice.choice(signals)]
         status, place = killed(job, directory, number, run_s, dice)
-        if status == 0:  # it was done before the signal came
+        if status == 0:  # it was complete before the signal arrived
             break
         tally.kills[number.name] += 1
         tally.places[place] += 1
@@ -220,7 +220,7 @@ def _last_checkpoint(directory: Path) -> dict[str, Any]:
     loaded = newest.store.read(newest.saved)
     state = {name: part for name, part in loaded.state.items() if name not in NOT_COMPARED}
     saves = [state["callbacks"].pop(name) for name in sorted(state["callbacks"]) if name.startswith("Checkpoint")]
-    state["callbacks"].get("Recover", {}).pop("plan", None)  # it may have gone back to a checkpoint that a signal wrote
+    state["callbacks"].get("Recover", {}).pop("plan", None)  # it may have rolled back to a checkpoint written by a signal
     state["rows"].pop("times")
     state["history"] = _without_clocks(state["history"])
     if not state["progress"]["batch_in_epoch"]:
@@ -261,7 +261,7 @@ def _listed(counter: Counter[str]) -> str:
 
 
 def main() -> int:
-    """Kill, compare, and print what was seen."""
+    """Kill, compare, and print the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--jobs", choices=JOBS, default="mixed")
     parser.add_argument("--kills", type=int, default=500)

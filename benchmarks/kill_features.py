@@ -91,11 +91,11 @@ def points(dice: random.Random, count: int = 28) -> DataLoader[Any]:
     return DataLoader(Points(count), SIZE, shuffle=True, num_workers=dice.choice((0, 0, 0, 2)))
 
 
-# -- what goes wrong -----------------------------------------------------------------------------------
+# -- faults -----------------------------------------------------------------------------------
 
 
 class Spoiled(Points):
-    """Points of which some break the loss."""
+    """Points, some of which break the loss."""
 
     def __init__(self, count: int, factors: Mapping[int, float]) -> None:
         super().__init__(count)
@@ -107,13 +107,13 @@ class Spoiled(Points):
 
 
 def spoiled(dice: random.Random) -> DataLoader[Any]:
-    """Return batches of points of which one or two break the loss."""
+    """Return batches of points with one or two that break the loss."""
     factors = {dice.randrange(40): math.nan, dice.randrange(40): dice.choice((math.nan, math.inf))}
     return DataLoader(Spoiled(40, factors), SIZE, shuffle=True, num_workers=dice.choice((0, 0, 2)))
 
 
 def recover(dice: random.Random, common: dict[str, Any]) -> Run:
-    """Go back, and leave out what broke the loss."""
+    """Roll back and skip the points that broke the loss."""
     skip: Any = dice.choice(("the guilty batch", "batches of the steps since"))
     # What is left out since a checkpoint depends on which there are: no signal or error may write another one.
     alike = skip == "the guilty batch"
@@ -124,13 +124,13 @@ def recover(dice: random.Random, common: dict[str, Any]) -> Run:
 
 
 def capsule(dice: random.Random, common: dict[str, Any]) -> Run:
-    """Skip what broke the loss, and write capsules."""
+    """Skip the points that broke the loss, and write capsules."""
     callbacks = [Capsule(last=2, weights="3 steps", most=2), StopOnNonFinite("skip")]
     accumulate = dice.choice((1, 2))
     return built(dice, common, spoiled(dice), *callbacks, max_epochs=2, accumulate=accumulate).fit(resume="auto")
 
 
-# -- what is read --------------------------------------------------------------------------------------
+# -- data --------------------------------------------------------------------------------------
 
 
 def mixture(dice: random.Random, common: dict[str, Any]) -> Run:
@@ -228,7 +228,7 @@ def stateful_loader(dice: random.Random, common: dict[str, Any]) -> Run:
     return built(dice, common, loader, max_epochs=3).fit(resume="auto")
 
 
-# -- what changes in the run ---------------------------------------------------------------------------
+# -- changes during the run ---------------------------------------------------------------------------
 
 
 def accumulation(dice: random.Random, common: dict[str, Any]) -> Run:
@@ -283,7 +283,7 @@ class Module(lightning.LightningModule):
 
 
 class ManualModule(Module):
-    """The same, with a backward pass and an update of its own."""
+    """The same with manual optimization."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -336,11 +336,11 @@ def training_arguments(dice: random.Random, common: dict[str, Any]) -> Run:
     return trainer_of_arguments(model, arguments, Texts(28), Texts(8), callbacks=among([], dice)).fit(resume="auto")
 
 
-# -- loops of one's own --------------------------------------------------------------------------------
+# -- user-written loops --------------------------------------------------------------------------------
 
 
 def steps(dice: random.Random, common: dict[str, Any]) -> Run:
-    """Compute the loss in a loop, with two generators of its own."""
+    """Compute the loss in a loop with two generators."""
     noise, augment = torch.Generator().manual_seed(common["seed"]), random.Random(common["seed"])
     trainer = built(dice, common, points(dice), Ema(0.9), max_epochs=3, accumulate=dice.choice((1, 2)))
     with trainer.steps(resume="auto") as running:
@@ -354,7 +354,7 @@ def steps(dice: random.Random, common: dict[str, Any]) -> Run:
 
 
 class Buffer:
-    """What a player has seen, and where it is."""
+    """The observations and the position of a player."""
 
     def __init__(self) -> None:
         self.seen: deque[tuple[Tensor, int, float]] = deque(maxlen=40)

@@ -39,7 +39,7 @@ MOMENTS = (
 
 @dataclass(frozen=True)
 class Instant:
-    """The `number`-th time that a process reaches a place: the file operations of a phase, or a moment."""
+    """The `number`-th time that a process reaches a file operation of a phase, or a moment."""
 
     place: str
     number: int
@@ -47,16 +47,16 @@ class Instant:
 
     @staticmethod
     def draw(directory: Path, signal: int, dice: random.Random) -> Instant:
-        """Return an instant in a process that continues the run in `directory`, by what the processes before it reached."""
+        """Return an instant in a process that continues the run in `directory`, based on the counts of earlier processes."""
         counts = json.loads(_counts_of(directory).read_text())
         moments = sorted(counts.keys() & {moment.__name__ for moment in MOMENTS})
         place = dice.choice(["start", "training", "prune", "end", dice.choice(moments)])
-        reached = counts.get(place, 1) * dice.random() ** 2  # the later process may have less to do
+        reached = counts.get(place, 1) * dice.random() ** 2  # the later process may have less work
         return Instant(place, dice.randint(1, 1 + int(reached)), signal)
 
 
 class Watch:
-    """Counts what this process reaches, and sends it the signal at the instant."""
+    """Counts operations of this process and sends it the signal at the instant."""
 
     def __init__(self, directory: Path, instant: Instant | None) -> None:
         self.directory, self.instant, self.process = directory, instant, os.getpid()
@@ -75,7 +75,7 @@ class Watch:
             os.kill(self.process, self.instant.signal)
 
     def hook(self, moment: str) -> None:
-        """Count a moment. The first step says that the training has begun."""
+        """Count a moment. The first step marks the start of the training."""
         if (phase := PHASE_FROM.get(moment, self.phase)) != self.phase:
             self.phase = phase
             if phase == "training":
@@ -84,7 +84,7 @@ class Watch:
         self.reach(moment)
 
     def write(self, counts: Mapping[str, int]) -> None:
-        """Write counts beside the directory, in place of those of the processes before."""
+        """Write counts next to the directory, replacing those of earlier processes."""
         path, beside = _counts_of(self.directory), self.directory.with_suffix(".counts-new")
         before = json.loads(path.read_text()) if path.exists() else {}
         beside.write_text(json.dumps({**before, **counts}))
@@ -106,7 +106,7 @@ def watch(directory: Path, instant: Instant | None) -> Watch:
 
 
 def among(callbacks: Iterable[Any], dice: random.Random) -> list[Any]:
-    """Return callbacks with a function for each moment among them, which tells the watch of it."""
+    """Return callbacks with a function for each moment among them, which notifies the watch."""
     placed = list(callbacks)
     for moment in MOMENTS:
 
@@ -119,7 +119,7 @@ def among(callbacks: Iterable[Any], dice: random.Random) -> list[Any]:
 
 
 def began_of(directory: Path) -> Path:
-    """Return the file that is there when a process has begun to train in `directory`."""
+    """Return the file that exists once a process has begun to train in `directory`."""
     return directory.with_suffix(".began")
 
 

@@ -73,7 +73,7 @@ class Job:
         workers = dice.choice((0, 0, 1, 2, 3)) if in_workers else 0
         batch_size, gan = dice.randint(3, 6), model == "gan"
         rest = 0 if data == "iterable" else dice.choice((0, 2))  # a last batch of one is too small for BatchNorm
-        in_one = batch_size * (max(1, workers) if data == "iterable" else 1)  # each worker makes batches of its own
+        in_one = batch_size * (max(1, workers) if data == "iterable" else 1)  # each worker builds separate batches
         samples = in_one * (-(-dice.randint(40, 90) // in_one)) + rest
         precision = dice.choice(("fp32", "bf16") if model == "lstm" else ("fp32", "bf16", "fp16"))
         lengthless = data == "iterable"
@@ -103,7 +103,7 @@ class Job:
 
     @property
     def steps(self) -> int:
-        """How many updates it has, if no callback ends it sooner."""
+        """The number of updates, unless a callback ends it sooner."""
         batches = -(-self.samples // self.batch_size)
         return self.epochs * -(-batches // self.accumulate)
 
@@ -114,7 +114,7 @@ class Job:
 
     def fit(self, directory: Path) -> Run:
         """Train, or continue the training, in this process."""
-        # Only what has no position and no state is read again up to where it was.
+        # only loaders without position and state are read again up to the old position
         return self.trainer(directory).fit(resume="auto", replay=self.data in ("iterable", "any iterable"))
 
     def trainer(self, directory: Path) -> Trainer:
@@ -270,7 +270,7 @@ class Noise:
 
 
 class WithState(Noise):
-    """The same from a generator of its own, with a state: its place in an epoch, as each epoch starts with a new `iter`."""
+    """The same from a separate generator with a state: its position in an epoch, since each epoch starts with a new `iter`."""
 
     def __init__(self, samples: int, batch_size: int) -> None:
         super().__init__(samples, batch_size)

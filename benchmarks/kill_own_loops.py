@@ -1,4 +1,4 @@
-"""Kill the scripts of ``examples/own_loop`` at random instants, start them again, and compare each with one left alone.
+"""Kill the scripts of ``examples/own_loop`` at random instants, start them again, and compare each with an uninterrupted one.
 
     python benchmarks/kill_own_loops.py [--kills 50] [--ranks 1] [--seed 0] [--only gpt gan policy]
 
@@ -39,13 +39,14 @@ class Killed:
 
     kills: int
     difference: str | None
-    """The first difference from the script that was left alone; None if there is none."""
+    """The first difference from the uninterrupted script; None if there is none."""
 
 
 def start(script: str, folder: Path, ranks: int = 1) -> int:
-    """Start a script in a process group of its own, in `folder`; return its process id."""
+    """Start a script in a separate process group in `folder`; return its process id."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # about a fork beside threads, such as those of a test runner
+        # a warning about forks with threads, such as those of a test runner
+        warnings.simplefilter("ignore", DeprecationWarning)
         if child := os.fork():
             os.setpgid(child, child)
             return child
@@ -106,13 +107,13 @@ def killed(script: str, whole: Path, folder: Path, seconds: float, kills: int, d
 
 
 def warm_up() -> None:
-    """Import what the scripts import, so that their processes begin at once."""
+    """Import the modules of the scripts, so that their processes start quickly."""
     for name in ("tensorboard.compat.proto.event_pb2", "cadenza.trainer", "cadenza.attaching", "torch._dynamo"):
         importlib.import_module(name)
 
 
 def main() -> int:
-    """Kill, compare, and print what was seen."""
+    """Kill, compare, and print the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=50, help="of each script")
     parser.add_argument("--ranks", type=int, default=1)

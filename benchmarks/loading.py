@@ -1,4 +1,4 @@
-"""What it takes to read batches, and to evaluate on them, as ratios of one interleaved run. Prints markdown tables.
+"""Cost of reading batches and of evaluating on them, as ratios of one interleaved run. Prints markdown tables.
 
 python benchmarks/loading.py [--rounds 15] [--batches 400] [--workers 1]
 """
@@ -23,7 +23,7 @@ Batch = tuple[Tensor, Tensor]
 
 
 class Accuracy:
-    """The share of right predictions, as one writes it by hand."""
+    """The fraction of correct predictions, written by hand."""
 
     def __init__(self) -> None:
         self.reset()
@@ -38,12 +38,12 @@ class Accuracy:
         self.seen += len(targets)
 
     def compute(self) -> float:
-        """Return the share."""
+        """Return the fraction."""
         return float(self.right) / self.seen
 
 
 class Once:
-    """Batches in their order, and nothing else that a loader may have: neither a length nor positions."""
+    """Batches in order, without a length or positions."""
 
     def __init__(self, batches: list[Any]) -> None:
         self.batches = batches
@@ -53,7 +53,7 @@ class Once:
 
 
 def in_turn(ways: dict[str, Callable[[], object]], rounds: int, batches: int, base: str, clock: Callable[[], float]) -> None:
-    """Do each in turn, and print what a batch took and the median of the ratios to `base`."""
+    """Run each in turn; print the time of a batch and the median ratio to `base`."""
     taken: dict[str, list[float]] = {name: [] for name in ways}
     for number in range(rounds + 1):
         for name, do in ways.items():
@@ -68,7 +68,7 @@ def in_turn(ways: dict[str, Callable[[], object]], rounds: int, batches: int, ba
 
 
 def read(make: Callable[[], Iterable[Any]]) -> Callable[[], object]:
-    """Return what reads all batches of one pass."""
+    """Return a function that reads all batches of one pass."""
 
     def do() -> None:
         for _ in make():

@@ -1,9 +1,9 @@
-"""What the order of the data costs on many ranks: time, memory and indices, as rank W // 2 of W. Prints a markdown table.
+"""Cost of the data order on many ranks: time, memory and indices, as rank W // 2 of W. Prints a markdown table.
 
 python benchmarks/order.py [--samples 1000000 100000000 1000000000] [--ranks 1 1024 4096] [--batches 200]
 
-Each row runs in a process of its own. "First" is the time from the start of an epoch to the first batch of indices, "middle"
-the same for a resume in the middle of the epoch, "MB" what the process grew by until then.
+Each row runs in a separate process. "First" is the time from the start of an epoch to the first batch of indices, "middle"
+the same for a resume in the middle of the epoch, "MB" the growth of the process until then.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def measured(samples: int, ranks: int, size: int, batches: int, shuffle: bool) -
         sampler.skip = skip
         return sampler
 
-    next(iter(ResumableSampler(BatchSampler(RandomSampler(range(100)), 10, False), 1)))  # what torch loads on first use
+    next(iter(ResumableSampler(BatchSampler(RandomSampler(range(100)), 10, False), 1)))  # modules that torch loads on first use
     held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     begin = time.perf_counter()
     reading = iter(reader(0))

@@ -1,4 +1,4 @@
-"""What one moment costs, callbacks that wait for an occasion, and a profile; ``peers.py`` says what the step itself does.
+"""Cost of a moment, of callbacks that are not due, and of a profile; ``peers.py`` measures the step itself.
 
     python benchmarks/overhead.py [--rounds 15] [--steps 400]
 
@@ -30,7 +30,7 @@ Work = Callable[[], None]
 
 
 class NoOp(Callback):
-    """Hears every moment of a step and does nothing."""
+    """Listens to every moment of a step and does nothing."""
 
     def on_step_start(self, run: object) -> None: ...
     def on_batch_start(self, run: object, batch: object) -> None: ...
@@ -42,9 +42,9 @@ FAR = "1000000 steps"
 
 
 def not_due() -> list[Callback]:
-    """Return all callbacks that wait for an occasion, with none in sight. Those that work in each step are not among them.
+    """Return all callbacks that act occasionally, with nothing due. Callbacks that work in each step are not included.
 
-    These are ClipGradients and StopOnNonFinite, whose work it is, Warmup while it lasts, and Profile.
+    Excluded are ClipGradients, StopOnNonFinite, Warmup while it lasts, and Profile.
     """
     valid = [(torch.randn(16, 32), torch.randint(0, 10, (16,)))]
     return [
@@ -73,7 +73,7 @@ def not_due() -> list[Callback]:
 
 
 def training(batches: list[Batch], callbacks: Iterable[Callback]) -> Work:
-    """Return a run with these callbacks, to be done several times."""
+    """Return a function that runs a training with these callbacks, to be called several times."""
     loss_fn = nn.CrossEntropyLoss()
 
     def compute_loss(model: nn.Module, batch: Batch) -> Tensor:
@@ -99,7 +99,7 @@ def new_model() -> nn.Module:
 
 
 def interleaved(works: dict[str, Work], rounds: int) -> dict[str, list[float]]:
-    """Return CPU seconds of each work in each round, all taken in turn."""
+    """Return CPU seconds of each work in each round, interleaved."""
     times: dict[str, list[float]] = {name: [] for name in works}
     for _ in range(rounds):
         for name, work in works.items():
@@ -110,7 +110,7 @@ def interleaved(works: dict[str, Work], rounds: int) -> dict[str, list[float]]:
 
 
 def profiled(batches: list[Batch], rounds: int) -> None:
-    """Print what a profile costs a step."""
+    """Print the cost of a profile per step."""
     works = {
         "without": training(batches, []),
         "profile": training(batches, [Profile(trace=None)]),
@@ -128,7 +128,7 @@ def profiled(batches: list[Batch], rounds: int) -> None:
 
 
 def waiting(batches: list[Batch], rounds: int) -> None:
-    """Print what all callbacks cost in a step while none of them is due, beside the same steps without them."""
+    """Print the cost of all callbacks in a step in which none is due, compared with steps without them."""
     schedulers = (library.LearningRate,)
     lists = {
         "all": not_due,
@@ -140,7 +140,7 @@ def waiting(batches: list[Batch], rounds: int) -> None:
 
 
 def scheduled(batches: list[Batch], rounds: int) -> None:
-    """Print what 50 functions with a schedule cost in a step, with the calls that are due."""
+    """Print the cost of 50 functions with a schedule in a step, including due calls."""
 
     def fifty(text: str) -> Callable[[], list[Callback]]:
         return lambda: [on(Callback.on_step_end, every=text.format(10 + n, 20 * (10 + n)))(lambda run: None) for n in range(50)]
@@ -151,7 +151,7 @@ def scheduled(batches: list[Batch], rounds: int) -> None:
 
 
 def beside(batches: list[Batch], rounds: int, lists: dict[str, Callable[[], list[Callback]]]) -> None:
-    """Print how long a step with each list of callbacks takes, beside one with none."""
+    """Print the time of a step with each list of callbacks, compared with none."""
     steps: dict[str, list[float]] = {name: [] for name in ("none", *lists)}
     for _ in range(rounds):
         for name in steps:
@@ -162,7 +162,7 @@ def beside(batches: list[Batch], rounds: int, lists: dict[str, Callable[[], list
 
 
 def chunks(batches: list[Batch], callbacks: list[Callback]) -> list[float]:
-    """Return the seconds of each fifty steps of a run, but for the first hundred: what is set up does not count."""
+    """Return the seconds of each fifty steps of a run, without the first hundred, which include the setup."""
     loss_fn, marks = nn.CrossEntropyLoss(), [0.0]
 
     def compute_loss(model: nn.Module, batch: Batch) -> Tensor:
@@ -179,7 +179,7 @@ def chunks(batches: list[Batch], callbacks: list[Callback]) -> list[float]:
 
 
 def moments() -> None:
-    """Print what one moment costs."""
+    """Print the cost of a moment."""
     run = tiny_run(steps=1)
     direct, unheard, heard = NoOp(), Hooks([]), Hooks([NoOp()])
     ten = Hooks([NoOp() for _ in range(10)])
@@ -216,7 +216,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    logging.disable(logging.WARNING)  # that some of them never fire is what is measured
+    logging.disable(logging.WARNING)  # the measurement includes hooks that never fire
     batches = [(torch.randn(16, 32), torch.randint(0, 10, (16,))) for _ in range(arguments.steps)]
     profiled(batches, arguments.rounds)
     waiting(batches, arguments.rounds)

@@ -1,4 +1,4 @@
-"""What a step costs in a loop over ``trainer.steps()`` and in one around ``cadenza.attach``, beside the loop written by hand.
+"""Cost of a step in loops with ``trainer.steps()`` and ``cadenza.attach``, compared with the hand-written loop.
 
     python benchmarks/own_loops.py [--rounds 60] [--steps 500]
 
@@ -83,7 +83,7 @@ def attached_batches(model: nn.Module, optimizer: torch.optim.Optimizer, batches
 
 
 def fit(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Batches) -> None:
-    """Train without a loop of one's own."""
+    """Train without a user-written loop."""
     trainer = Trainer(
         model,
         optimizer,
@@ -106,7 +106,7 @@ LOOPS: dict[str, Callable[[nn.Module, torch.optim.Optimizer, Batches], None]] = 
 
 
 def measured(rounds: int, steps: int) -> dict[str, list[float]]:
-    """Return the CPU seconds of a step, by loop. The weights must be those of the loop by hand, to the bit."""
+    """Return the CPU seconds of a step, by loop. The weights must be bit-identical to those of the hand-written loop."""
     batches = [(torch.randn(16, 32), torch.randint(0, 10, (16,))) for _ in range(steps)]
     times: dict[str, list[float]] = {name: [] for name in LOOPS}
     for _ in range(rounds):

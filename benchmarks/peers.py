@@ -1,11 +1,11 @@
-"""Cadenza beside the loop that one would write by hand, and beside every other framework that is installed.
+"""Cadenza compared with a hand-written loop and with every other installed framework.
 
     python benchmarks/peers.py --install     # once: an environment for each peer, in .venvs
     python benchmarks/peers.py --docs        # measure, and write docs/tables/performance.md and docs/performance.json
 
 A quarter of an hour on an idle machine. ``--quick`` shows in a minute or two that all of it works; ``--only Cadenza Ignite``
-and ``--workloads sgd log`` choose rows and columns; ``--resume`` goes on where a run was interrupted. What is measured, and
-how, stands in ``docs/performance.md``.
+and ``--workloads sgd log`` choose rows and columns; ``--resume`` goes on where a run was interrupted. ``docs/performance.md``
+describes the method.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ HERE = Path(__file__).resolve().parent
 ENVIRONMENTS = HERE.parent / ".venvs"
 REQUIREMENTS = HERE / "peers" / "requirements"
 DOCS = HERE.parent / "docs"
-PROCESS = "process"  # the column of what a process pays once: importing, memory
+PROCESS = "process"  # the column of one-time costs: import, memory
 PROBES = 3
 
 Cell = dict[str, Any]
@@ -79,7 +79,7 @@ def parsed() -> argparse.Namespace:
 
 
 def install() -> None:
-    """Make an environment for each peer, unless it is there as its requirements ask."""
+    """Create an environment for each peer unless it already meets the requirements."""
     for file in sorted(REQUIREMENTS.glob("*.txt")):
         place, wanted = ENVIRONMENTS / file.stem, file.read_text(encoding="utf-8")
         done = place / "installed.txt"
@@ -88,7 +88,7 @@ def install() -> None:
         print(f"installing {file.stem}", flush=True)
         shutil.rmtree(place, ignore_errors=True)
         subprocess.run([sys.executable, "-m", "venv", place], check=True)
-        # torch by itself first: asked for together with others, a newer build of several gigabytes could be taken.
+        # torch first: together with others, pip could choose a newer build of several gigabytes
         torch = next(line for line in wanted.splitlines() if line.startswith("torch=="))
         for packages in ([torch], ["-r", file]):
             subprocess.run([python_of(file.stem), "-m", "pip", "install", "--quiet", *packages], check=True)
@@ -101,7 +101,7 @@ def python_of(environment: str | None) -> Path:
 
 
 def measure(row: str, arguments: argparse.Namespace) -> bool:
-    """Measure what is missing of a row; return False if that failed."""
+    """Measure the missing cells of a row; return False if that failed."""
     environment, alike = ROWS[row].environment, [row_name for row_name in ROWS if ROWS[row_name].module == ROWS[row].module]
     if not python_of(environment).exists():
         print(f"{row}: left out, as it is not installed; see --install", flush=True)
@@ -125,7 +125,7 @@ def measure(row: str, arguments: argparse.Namespace) -> bool:
 
 
 def process(row: str, probes: int) -> Cell:
-    """Return what a fresh process says of time and memory, taken in turn with one that does without the framework."""
+    """Return time and memory of fresh processes, interleaved with processes that do not import the framework."""
     with tempfile.TemporaryDirectory() as place:
         with_it, without = Path(place, "with"), Path(place, "without")
         for _ in range(probes):
@@ -142,12 +142,12 @@ def process(row: str, probes: int) -> Cell:
 
 
 def work(environment: str | None, order: Cell, answers: Path) -> None:
-    """Have a process in an environment do something.
+    """Run a request in a process of an environment.
 
     It believes to be in a terminal, so that what is shown by default is shown; nobody reads it.
 
     Raises:
-        CalledProcessError: It failed; the error holds the end of what it showed.
+        CalledProcessError: It failed; the error holds the end of its output.
     """
     paths = [str(HERE), *(filter(None, [os.environ.get("PYTHONPATH")]) if environment is None else [])]
     quiet = {"OMP_NUM_THREADS": "1", "TERM": "xterm", "COLUMNS": "100", "PYTHONPATH": os.pathsep.join(paths)}
@@ -169,7 +169,7 @@ def drained(terminal: int) -> str:
         while True:
             try:
                 more = end.read(65536)
-            except OSError:  # how Linux says that nobody is there any more
+            except OSError:  # how Linux reports that the other end is closed
                 more = b""
             if not more:
                 return last.decode(errors="replace")

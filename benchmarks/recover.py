@@ -2,9 +2,9 @@
 
     python benchmarks/recover.py [--runs 50]
 
-Each of the runs with a planted sample has another seed, another sample, and one of four faults in turn: a target that is NaN,
+Each run with a planted sample has a different seed and sample, and one of four faults in turn: a target that is NaN,
 an input that is infinite, a target 10,000 times and one 100 times too large. The command prints how many runs left out exactly
-the batch with this sample, how far their loss on other data is from that of the clean run with the same seed, and how many
+the batch with this sample, how far their loss on held-out data is from that of the clean run with the same seed, and how many
 clean runs went back.
 """
 

@@ -1,9 +1,9 @@
-"""What `ReplayCheck` finds, and what it costs: flipped bits of four kinds, checks of clean steps, and the time of a check.
+"""Detection and cost of `ReplayCheck`: flipped bits of four kinds, checks of clean steps, and the time of a check.
 
     python benchmarks/replay_check.py [--flips 100] [--clean 1000] [--steps 600] [--width 512]
 
-A bit flips in each step of four runs, in a gradient, an activation, a buffer or a weight, at a position that is drawn from the
-number of the step. A flip is found if the decision of its step says so, and the update had the right numbers if the run, with
+A bit flips in each step of four runs, in a gradient, an activation, a buffer or a weight, at a position drawn from the step
+number. A flip is found if its step has the decision, and the update had the right numbers if the run, with
 ``action="majority"``, ends with the weights of the clean run. The cost is that of a network whose steps are those of
 `benchmarks/capsule.py`: every tenth step is checked, and compared with the steps between. One thread.
 """
@@ -27,7 +27,7 @@ from cadenza.callbacks import ReplayCheck
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from tests.callbacks.flips import KINDS, Flip, Kind, same, state_of, trainer  # not a part of the package
 
-STEPS_IN_EPOCH = 5  # of the trainer of the tests
+STEPS_IN_EPOCH = 5  # the batch size of the tests' trainer
 APART = 10  # steps from one checked step to the next, for the cost
 
 

@@ -4,7 +4,7 @@
     python benchmarks/report.py --only "1 run x 1 metric x 1,000,000 records" "1 run x 1 metric x 10,000,000 records"
 
 The runs are written by hand, as a run writes them: noisy curves, the arguments of a search, evaluations with their decisions.
-The times are of this machine, with whatever else it does; those of the processor depend less on it. The sizes are the same
+Times depend on this machine and its other load; CPU times depend less on it. The sizes are the same
 everywhere.
 """
 
@@ -44,7 +44,7 @@ class Case:
 
 CASES = [Case(1, 4, 2000), Case(3, 20, 2000), Case(100, 20, 2000), Case(1, 2000, 200), Case(1, 1, 1_000_000)]
 LONG = Case(1, 1, 10_000_000)
-"""Measured only if it is asked for: its run has more than a gigabyte."""
+"""Measured only on request, because its run has more than a gigabyte."""
 
 
 def write_runs(folder: Path, case: Case) -> list[Path]:

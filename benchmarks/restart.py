@@ -1,9 +1,9 @@
-"""Kill one of two processes with -9 under ``torchrun --max-restarts``, and compare the weights with those of a job left alone.
+"""Kill one of two processes with -9 under ``torchrun --max-restarts``, and compare the weights with an uninterrupted job.
 
     python benchmarks/restart.py [--jobs 20] [--seed 0]
 
-Each job is started once and gets on by itself. It is killed one to three times, in turn while the processes start, at a random
-moment of a step, and while a checkpoint is being written; the rank is random. Every fourth job has two agents, as on two
+Each job is started once and recovers automatically. It is killed one to three times, in turn while the processes start, at a
+random moment of a step, and while a checkpoint is being written; the rank is random. Every fourth job has two agents, as on two
 machines; every second one has workers that load.
 """
 
@@ -52,7 +52,7 @@ class Points(Dataset[tuple[Tensor, Tensor]]):
 
 
 def train(folder: Path) -> None:
-    """Train, or go on with the training, and write this rank's final weights; on the way, die as planned."""
+    """Train, or go on with the training, and write this rank's final weights; kill this process as planned on the way."""
     plan = json.loads((folder / "plan.json").read_text())
     left = [kill for kill in plan["kills"] if not marked(folder, kill).exists()]
     kill = left[0] if left and left[0]["rank"] == int(os.environ["RANK"]) else None
@@ -87,18 +87,18 @@ def train(folder: Path) -> None:
 
 
 def marked(folder: Path, kill: dict[str, Any]) -> Path:
-    """Return the file that says that a kill was done."""
+    """Return the file that marks a kill as done."""
     return folder / f"killed-{kill['number']}"
 
 
 def die(mark: Path) -> None:
-    """End this process at once, once."""
+    """Kill this process, once."""
     mark.touch()
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def killer(folder: Path, kill: dict[str, Any] | None) -> Any:
-    """Return what waits for the step of this rank's kill, and then for its moment."""
+    """Return a callback that waits for the step and then the moment of this rank's kill."""
     waiting: list[threading.Thread] = []
 
     @on(Callback.on_step_start)

@@ -1,4 +1,4 @@
-"""Cut runs, continue them, and compare them bit for bit with whole ones, over a table of what makes runs random.
+"""Cut runs, continue them, and compare them bit for bit with whole ones, over a table of sources of randomness.
 
     python benchmarks/resume_table.py [--workers 0 2 4]
 
@@ -36,7 +36,7 @@ PLACES = ("last step of epoch 1", "first step of epoch 2", "middle of epoch 2")
 
 
 class Points(Dataset[tuple[Tensor, Tensor]]):
-    """Points that a random number moves anew at each reading."""
+    """Points moved by a new random number at each reading."""
 
     def __init__(self, augmentation: str) -> None:
         self.augmentation = augmentation

@@ -1,4 +1,4 @@
-"""What saving costs: how long each save holds up the training, beside `torch.save`; and the time of trainings that save often.
+"""Cost of saving: the stall of each save, compared with `torch.save`, and the time of trainings that save often.
 
     python benchmarks/saving.py [--rounds 9] [--saves 4] [--megabytes 100] [--steps 100] [--width 1024]
 
@@ -38,7 +38,7 @@ GOALS = {BACKGROUND: "0.33", BLOCKING: "1.50"}
 
 @dataclass
 class Save:
-    """A save, and its neighbours, in seconds."""
+    """A save and the neighbouring `torch.save` calls, in seconds."""
 
     held_up: float
     plain: float
@@ -49,7 +49,7 @@ class Save:
 
 @dataclass
 class Neighbours(Callback):
-    """Measures how long each save holds up the training, and `torch.save` of the same state right after it."""
+    """Measures how long each save blocks the training, and `torch.save` of the same state right after it."""
 
     place: Path
     saves: list[Save] = field(default_factory=list)
@@ -105,7 +105,7 @@ def trained(place: Path, steps: int, width: int, callbacks: Sequence[Callback]) 
 
 
 def single_saves(place: Path, saves: int, width: int, *, background: bool, best: bool) -> list[Save]:
-    """Return the saves of a run; the time of a save is without what passes at a step boundary anyway."""
+    """Return the saves of a run; the time of a save excludes the usual time at a step boundary."""
     (place / "beside").mkdir(parents=True)
     neighbours = Neighbours(place / "beside")
     valid = Evaluate([(torch.randn(2, 64), torch.randint(10, (2,)))], every="2 steps")

@@ -1,12 +1,12 @@
-"""What each sink costs a step, as ratios of one interleaved run to the same training without it.
+"""Cost of each sink per step, as ratios of one interleaved run to the same training without it.
 
     python benchmarks/sinks.py [--rounds 9] [--only Csv TensorBoard] [--output sinks.json]
 
 Two steps: a tiny one of some hundred microseconds, and one of about 5 ms. Two cadences: a record of four numbers every step,
 and every 50 steps. Each run has a directory, so that it keeps ``metrics.jsonl``; the base has one too. Wall time of the steps
-alone, from the first to the last: what opening costs before, and the last records after, stands in columns of its own. MLflow
-gets a database that is there already: it would make it while these short runs go on. One thread for computing; no network: what
-could use one is offline. What is shown goes nowhere. Sinks that are not installed are left out.
+alone, from the first to the last: opening and the last records have separate columns. MLflow gets an existing database, because
+creating one would overlap with these short runs. One thread for computing; no network: all sinks are offline. Output is
+discarded. Sinks that are not installed are left out.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ STEPS = [Step("tiny", width=64, batch_size=16, steps=1000), Step("5 ms", width=7
 
 
 class Clock(Callback):
-    """Takes the time at the first step, after the last one, and when all is over."""
+    """Takes the time at the first step, after the last one, and at the end."""
 
     def on_fit_start(self, run: Run) -> None:
         run.at_end(self._note_end)
@@ -88,7 +88,7 @@ class LogFour(Callback):
 
 @dataclass(frozen=True)
 class Time:
-    """Of one run, in seconds."""
+    """The times of one run, in seconds."""
 
     open: float
     steps: float
@@ -96,7 +96,7 @@ class Time:
 
 
 def train(step: Step, every: int, sink: Callable[[], Callback] | None, directory: Path) -> Time:
-    """Do one run."""
+    """Run once."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, step.width), nn.ReLU(), nn.Linear(step.width, step.width), nn.Linear(step.width, 10))
     batch = (torch.randn(step.batch_size, 32), torch.randint(0, 10, (step.batch_size,)))
@@ -124,7 +124,7 @@ def train(step: Step, every: int, sink: Callable[[], Callback] | None, directory
 
 
 def measured(step: Step, every: int, sinks: Iterable[str], rounds: int) -> dict[str, dict[str, float]]:
-    """Return the figures of each sink, all taken in turn with the base."""
+    """Return the figures of each sink, interleaved with the base."""
     times: dict[str, list[Time]] = {name: [] for name in ("none", *sinks)}
     for number in range(rounds + 1):
         for name, taken in times.items():
@@ -145,7 +145,7 @@ def measured(step: Step, every: int, sinks: Iterable[str], rounds: int) -> dict[
 
 
 def installed(names: Iterable[str]) -> list[str]:
-    """Return those that can be made; say which cannot."""
+    """Return the sinks that can be created; print the others."""
     found = []
     for name in names:
         try:
@@ -180,7 +180,7 @@ def main() -> None:
 
 
 def show(figures: dict[str, dict[str, dict[str, float]]], names: Iterable[str]) -> None:
-    """Print ratios as a table, and what opening and closing took with a record every step."""
+    """Print ratios as a table, and the times of opening and closing with a record every step."""
     first, *_ = figures
     print("\n| sink | " + " | ".join(figures) + " | opening | the last records |")
     print("|---" * (len(figures) + 3) + "|")

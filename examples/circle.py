@@ -1,9 +1,9 @@
-"""A training that is killed and goes on: is a point inside of the circle? Start it, kill it, and start the same command again.
+"""A training that survives kills: is a point inside the circle? Start it, kill it, and start the same command again.
 
     python examples/circle.py [--directory runs/circle] [--epochs 12] [--quick]
 
-Shows: checkpoints within an epoch, `fit(resume="auto")`, and the hash of the weights at the end, which is that of a training
-that was not killed. A step takes 20 milliseconds on purpose.
+Shows: checkpoints within an epoch, `fit(resume="auto")`, and the hash of the weights at the end, which equals that of an
+    uninterrupted training. A step takes 20 milliseconds on purpose.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ def step(run: Run, batch: list[Tensor]) -> dict[str, Tensor]:
     run.update(optimize_discriminator)
 
     generator_loss = adversarial_loss(gan.discriminator(fake), 1.0)
-    run.backward(generator_loss, into=optimize_generator)  # else its gradients reach the discriminator's next update
+    run.backward(generator_loss, into=optimize_generator)  # otherwise its gradients reach the discriminator's next update
     run.update(optimize_generator)
 
     both = {"discriminator": discriminator_loss.detach(), "generator": generator_loss.detach()}

@@ -1,4 +1,4 @@
-"""What is measured: trainings and evaluations, the same for every framework."""
+"""The measured trainings and evaluations, the same for every framework."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Clock:
         self.at: list[float] = []
         """The CPU time at the end of each turn."""
         self.begun: list[float] = []
-        """And at its beginning, the first turn left out."""
+        """The CPU time at the beginning of each turn, without the first."""
 
     def __deepcopy__(self, memo: object) -> Clock:
         return self  # an average of the model is a copy of it
@@ -51,7 +51,7 @@ class Clock:
 
 
 def _go_on() -> None:
-    """Go on: there is no other loop."""
+    """Continue; there is no other loop."""
 
 
 class Mlp(nn.Module):
@@ -72,15 +72,15 @@ class Mlp(nn.Module):
 
 @dataclass(frozen=True)
 class Job:
-    """One training, or one evaluation, to be done by a framework."""
+    """A training or an evaluation to run with a framework."""
 
     model: Mlp
     optimizer: Callable[[Any], torch.optim.Optimizer]
-    """Makes one of parameters."""
+    """Creates the optimizer from parameters."""
     batches: Any
     """Ready ones in a list: loading is not measured. Else an iterable of them, or a `DataLoader`."""
     place: Path
-    """An empty folder for what is written; also the current one."""
+    """An empty folder for output; also the working directory."""
     epochs: int = 1
     accumulate: int = 1
     heard: int = 0
@@ -88,7 +88,7 @@ class Job:
     idle: int = 0
     """Callbacks without hooks."""
     defaults: bool = False
-    """Whether nothing is switched off: progress bars, logs, checkpoints."""
+    """Whether defaults stay on: progress bars, logs, checkpoints."""
     log: bool = False
     """Whether the loss of every step is logged, too."""
     typical: bool = False
@@ -104,7 +104,7 @@ class Peer:
     evaluate: Callable[[Job], float]
     """Returns the mean loss over all samples."""
     without: frozenset[str] = frozenset()
-    """Workloads that it has nothing for: a library for loops that are written by hand calls no callbacks."""
+    """Unsupported workloads: a library for hand-written loops has no callbacks."""
 
 
 def of_loops(train: Callable[[Job], None], evaluate: Callable[[Job], float]) -> Peer:
@@ -156,7 +156,7 @@ class Workload:
     """Whether it has the usual set-up: a shuffled `DataLoader`, AdamW, gradients of norm 1 at most, a moving average of the
     weights, a cosine schedule, the loss logged each 50 steps, and a progress bar."""
     share: float = 1.0
-    """Of the steps asked for: fewer where each takes long."""
+    """The fraction of the requested steps to run; smaller for slow steps."""
     turn: int = 20
     """Forward passes between two turns."""
 
@@ -166,7 +166,7 @@ class Workload:
         return max(4, round(steps * self.share / unit)) * unit
 
     def job(self, steps: int, place: Path) -> Job:
-        """Return a fresh one; the same again at each call."""
+        """Return a new instance, equal at each call."""
         count = self.count(steps)
         (widths, size), each = self.size, self.epoch or count
         model = Mlp(widths, Clock(self.turn))

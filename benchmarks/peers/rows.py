@@ -11,9 +11,9 @@ class Row:
 
     module: str
     package: str
-    """As it is installed."""
+    """The name of the distribution."""
     environment: str | None
-    """Named as its file of requirements; None: the one that runs the benchmark."""
+    """The name of its requirements file; None: the environment that runs the benchmark."""
 
 
 HAND, HAND_FUSED = "by hand", "by hand, fused"

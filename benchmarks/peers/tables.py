@@ -28,7 +28,7 @@ def put_into(page: Path, results: dict[str, Any]) -> None:
 
 
 def machine() -> str:
-    """Return in general words what ran this."""
+    """Return a general description of the machine."""
     python = ".".join(map(str, sys.version_info[:2]))
     heap = ", ".join(
         f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(("MALLOC_", "GLIBC_TUN"))
@@ -72,7 +72,7 @@ def _ratios(rows: Rows, names: list[str], heads: list[str], last: list[Callable[
 
 
 def callbacks(rows: Rows) -> list[str]:
-    """Return what callbacks cost, in a tiny step."""
+    """Return the cost of callbacks in a tiny step."""
     shown = [name for name in CALLBACKS if any(name in cells for cells in rows.values())]
     heads = ["no callbacks" if name == "sgd" else WORKLOADS[name].title for name in shown]
     table = [_line(["", *heads, "each with a hook, us", "each without, us"]), _rule(len(shown) + 3)]
@@ -84,7 +84,7 @@ def callbacks(rows: Rows) -> list[str]:
 
 
 def process(rows: Rows) -> list[str]:
-    """Return what a process pays once."""
+    """Return the one-time costs of a process."""
     known = {row: cells["process"] for row, cells in rows.items() if "process" in cells}
     heads = ["to the first batch, ms", "defaults", "import, ms", "memory after import, MiB", "after a run, MiB"]
     table = [_line(["", *heads]), _rule(len(heads) + 1)]
@@ -128,7 +128,7 @@ def _version(cells: dict[str, dict[str, Any]]) -> str:
 
 
 def _apart(cells: dict[str, dict[str, Any]]) -> str:
-    """Return how far the weights were from those of the loop by hand, at most."""
+    """Return the largest distance of the weights from those of the hand-written loop."""
     apart = [cell["apart"] for name, cell in cells.items() if cell.get("apart") is not None and name != "evaluation"]
     if not apart:
         return "-"

@@ -1,4 +1,4 @@
-"""Two loops in one process that take turns: one in this thread, one in a thread of its own."""
+"""Two loops in one process that take turns: one in this thread, one in a second thread."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 class Turns:
     """Lets two loops run in turn, never at the same time, and gives each its own CPU time.
 
-    A turn ends at a forward pass, in the middle of a step, which is the same place for every framework. The loop by hand runs
-    in a thread of its own, so its CPU time is that of the thread. All other CPU time of the process is that of the framework
+    A turn ends at a forward pass, in the middle of a step, which is the same place for every framework. The hand-written loop
+    runs in a second thread, so its CPU time is that of the thread. All other CPU time of the process is that of the framework
     in this thread, with the threads that it starts.
     """
 

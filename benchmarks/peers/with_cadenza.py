@@ -14,13 +14,13 @@ from peers.job import Job, Peer
 
 
 class Heard(Callback):
-    """Hears the end of each step."""
+    """Listens to the end of each step."""
 
     def on_step_end(self, run: Run) -> None: ...
 
 
 class Idle(Callback):
-    """Is called at no moment of these trainings."""
+    """Is never called in these trainings."""
 
     def on_exception(self, run: Run, error: BaseException) -> None: ...
 
@@ -31,7 +31,7 @@ def cosine(optimizer: Optimizer, total: int) -> CosineAnnealingLR:
 
 
 def train(job: Job, *, instance: bool) -> None:
-    """Train. Nothing is on by itself; what others show, log and save stands in the list where nothing is switched off."""
+    """Train. Nothing is on by default; the output of other frameworks' defaults is in the list if defaults stay on."""
     callbacks: list[Callback] = [*(Heard() for _ in range(job.heard)), *(Idle() for _ in range(job.idle))]
     if job.typical:
         callbacks += [

@@ -83,6 +83,6 @@ def evaluate(job: Job) -> float:
 
 PEERS = {
     "by hand": Peer(train, evaluate, CALLBACKS),
-    "by hand, again": Peer(train, evaluate, CALLBACKS),  # what the machine and the measurement vary by
+    "by hand, again": Peer(train, evaluate, CALLBACKS),  # the noise of the machine and the measurement
     "by hand, fused": Peer(fused, evaluate, frozenset(WORKLOADS) - ADAMW_ONLY),
 }

@@ -14,7 +14,7 @@ from peers.job import TYPICAL, Batch, Job, Peer
 
 
 class Idle:
-    """Hears nothing: any object may attach itself."""
+    """Listens to nothing; any object may attach itself."""
 
     def attach(self, engine: Engine) -> None: ...
 
@@ -30,7 +30,7 @@ def train(job: Job) -> None:
 
 
 def train_own_step(job: Job) -> None:
-    """Train with a step of one's own."""
+    """Train with a user-written step."""
     model, loss_fn, optimizer = job.model, job.loss_fn, job.optimizer(job.model.parameters())
 
     def step(engine: Engine, batch: Batch) -> torch.Tensor:
@@ -77,7 +77,7 @@ def train_typically(job: Job, optimizer: torch.optim.Optimizer) -> None:
 
 
 def run(trainer: Engine, job: Job) -> None:
-    """Attach what is to listen, and go."""
+    """Attach the listeners and run."""
     for _ in range(job.heard):
         trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda engine: None)
     for _ in range(job.idle):

@@ -16,13 +16,13 @@ from peers.job import Batch, Job, Peer
 
 
 class Heard(Callback):
-    """Hears the end of each step."""
+    """Listens to the end of each step."""
 
     def on_train_batch_end(self, *arguments: object, **keywords: object) -> None: ...
 
 
 class Idle(Callback):
-    """Hears nothing."""
+    """Listens to nothing."""
 
 
 class Module(LightningModule):

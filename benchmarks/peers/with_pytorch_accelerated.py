@@ -13,13 +13,13 @@ from peers.job import TYPICAL, Batch, Job, Peer
 
 
 class Heard(TrainerCallback):
-    """Hears the end of each step."""
+    """Listens to the end of each step."""
 
     def on_train_step_end(self, *arguments: object, **keywords: object) -> None: ...
 
 
 class Idle(TrainerCallback):
-    """Hears nothing."""
+    """Listens to nothing."""
 
 
 class LogEachLoss(TrainerCallback):
@@ -50,7 +50,7 @@ class ReadyTrainer(Trainer):
 def trainer_of(job: Job) -> ReadyTrainer:
     """Return a trainer with all switched off that can be."""
     optimizer = job.optimizer(job.model.parameters())
-    # It takes one instance of a class only, so each has a class of its own.
+    # it accepts one instance per class, so each has a separate class
     kinds = [*[Heard] * job.heard, *[Idle] * job.idle]
     listeners = [type(f"{kind.__name__}{number}", (kind,), {})() for number, kind in enumerate(kinds)]
     if job.log:

@@ -15,13 +15,13 @@ from peers.job import ADAMW_ONLY, WORKLOADS, Job, Peer
 
 
 class Heard(TrainerCallback):
-    """Hears the end of each step."""
+    """Listens to the end of each step."""
 
     def on_step_end(self, *arguments: object, **keywords: object) -> None: ...
 
 
 class Idle(TrainerCallback):
-    """Hears nothing."""
+    """Listens to nothing."""
 
 
 class WithLoss(nn.Module):
@@ -79,7 +79,7 @@ def trainer_of(job: Job) -> ReadyTrainer:
         gradient_accumulation_steps=job.accumulate,
         per_device_train_batch_size=len(job.batches[0][0]),
         per_device_eval_batch_size=len(job.batches[0][0]),
-        max_grad_norm=0.0,  # the others clip nothing, either
+        max_grad_norm=0.0,  # the others do not clip either
         prediction_loss_only=True,
         report_to="none",
         use_cpu=True,
@@ -128,7 +128,7 @@ def train_typically(job: Job, optim: str = "adamw_torch") -> None:
 
 
 def train_fused(job: Job) -> None:
-    """Train with a fused optimizer, as the Trainer makes it unless told otherwise."""
+    """Train with a fused optimizer, the default of the Trainer."""
     if job.typical:
         train_typically(job, "adamw_torch_fused")
     else:

@@ -1,6 +1,6 @@
-"""One framework beside the loop by hand, in one process: ``benchmarks/peers.py`` starts it, once for each row.
+"""A framework and the hand-written loop in one process: ``benchmarks/peers.py`` starts it, once for each row.
 
-Everything here is CPU time. The two take turns of 20 steps, so that whatever else the machine does falls on both.
+Everything here is CPU time. The two take turns of 20 steps, so that other load of the machine affects both.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Cell = dict[str, Any]
 
 
 def main() -> None:
-    """Do what ``peers.py`` asks for: a JSON object in the first argument; answer with lines of JSON in a file."""
+    """Execute a request of ``peers.py``, a JSON object in the first argument; answer with lines of JSON in a file."""
     order = json.loads(sys.argv[1])
     row, answers = order["row"], Path(order["answers"])
     torch.set_num_threads(1)
@@ -63,7 +63,7 @@ def peer_of(row: str) -> Peer:
 
 
 def facts(row: str) -> Cell:
-    """Return what ran."""
+    """Return the versions."""
     installed = {"version": version(ROWS[row].package), "torch": torch.__version__, "python": platform.python_version()}
     return {**installed, "at": time.strftime("%Y-%m-%d %H:%M")}
 
@@ -106,7 +106,7 @@ class Result:
         if clock.passes < count:
             raise RuntimeError(f"there were {clock.passes} forward passes; expected {count}")
         self.start_s = clock.first_s - begin
-        if workload.evaluates:  # what it leaves for its end belongs to it
+        if workload.evaluates:  # work deferred to its end belongs to it
             self.turns = [(end - clock.first_s) / count]
             self.final = torch.tensor([returned])
         else:
@@ -116,7 +116,7 @@ class Result:
 
 
 def both(peer: Peer, hand: Peer, workload: Workload, steps: int) -> tuple[Result, Result]:
-    """Do a run of a framework and one by hand, in turns."""
+    """Run a framework and the hand-written loop in turns."""
     turns = Turns()
     with folder() as place, tempfile.TemporaryDirectory() as other:
         jobs = workload.job(steps, place), workload.job(steps, Path(other))
@@ -130,13 +130,13 @@ def both(peer: Peer, hand: Peer, workload: Workload, steps: int) -> tuple[Result
 
 
 def alone(peer: Peer, workload: Workload, steps: int) -> Result:
-    """Do a run without another one beside it."""
+    """Run one loop without the other."""
     with folder() as place:
         return once(peer, workload.job(steps, place), workload, steps, time.process_time)
 
 
 def once(peer: Peer, job: Job, workload: Workload, steps: int, now: Callable[[], float]) -> Result:
-    """Do one run."""
+    """Run once."""
     begin = now()
     returned = peer.evaluate(job) if workload.evaluates else peer.train(job)
     return Result(job, workload, steps, begin, now(), returned)
@@ -155,18 +155,18 @@ def folder() -> Iterator[Path]:
 
 
 def distance(tensor: torch.Tensor, other: torch.Tensor) -> float:
-    """Return how far apart two ends are at most; 0 says that they are equal to the bit."""
+    """Return the largest difference of two results; 0 if bit-identical."""
     return float((tensor - other).abs().max())
 
 
 def close(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two ends are the same but for rounding."""
+    """Return whether two results are equal up to rounding."""
     return bool(torch.allclose(tensor, other, rtol=1e-5, atol=1e-6))
 
 
 def probe(row: str) -> Cell:
-    """Return what importing and a first short run take, in a process that has done nothing else."""
-    gc.collect()  # one is nearly due when torch is imported, and would fall to whoever imports a little more
+    """Return the time of the import and of a first short run in a fresh process."""
+    gc.collect()  # a collection is nearly due after importing torch, and would be charged to the next import
     at_first, begin = memory_mib(), time.process_time()
     peer = peer_of(row)
     import_s, imported = time.process_time() - begin, memory_mib()
@@ -181,7 +181,7 @@ def probe(row: str) -> Cell:
 
 
 def memory_mib() -> float:
-    """Return the memory in use; where the system does not say, the most that was."""
+    """Return the memory in use, or the peak if the system does not report it."""
     statm = Path("/proc/self/statm")
     if statm.exists():
         return int(statm.read_text().split()[1]) * resource.getpagesize() / 2**20

@@ -45,7 +45,7 @@ loops         1033      5      12
 testing       1037     12      14
 commands       685      8      11
 report        2272     24       8
-steering       600     10        6
+steering      1214     14       9
 timetravel    3150     28      21
 compat       24728    317      18
 trackers      1442     11       9

@@ -335,7 +335,7 @@ def test_each_rank_writes_and_reads_its_own_files_and_no_state_travels(
 
             setattr(GroupDriver, name, counting)
 
-        for name in ("_broadcast", "gather", "_gathered_on_main"):
+        for name in ("broadcast", "gather", "gather_on_main"):
             sending(name)
         with pytest.MonkeyPatch.context() as patch:
             opened = opened_in(patch)

@@ -58,6 +58,6 @@ def test_a_limit_of_open_files_that_is_too_small_is_said_before_the_group_is_mad
         return str(raised.value)
 
     for said in launch(started, 4):
-        assert "files open, and needs" in said
+        assert "open files, and needs" in said
         assert "each of 2 groups of 4 ranks keeps a connection to each rank" in said
         assert "ulimit -n" in said

@@ -75,8 +75,6 @@ def test_a_series_of_acts_is_repeated_to_the_same_bits(seed: int, tmp_path: Path
     assert [*taken(tmp_path / "again")] == [one for one in taken(tmp_path / "live") if one[1] not in ("pause", "resume")]
     third = train(tmp_path / "third", STEPS, acts=tmp_path / "again")  # the repeated run can be repeated
     assert digest_of(third) == digest_of(live)
-    plain = train(tmp_path / "plain", STEPS)
-    assert digest_of(plain) != digest_of(live) or not any(verb == "set" for _, verb in taken(tmp_path / "live"))
 
 
 def taken(run: Path) -> list[tuple[int, str]]:

@@ -29,25 +29,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("export", export, "write the model's weights to one safetensors file"),
         ("prune", prune, "delete all but the newest"),
     ):
-        one = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
-        one.add_argument("path", metavar="PATH", help="a run directory, a folder of checkpoints, or an fsspec URL")
-        one.set_defaults(command=command)
+        subparser = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
+        subparser.add_argument("path", metavar="PATH", help="a run directory, a folder of checkpoints, or an fsspec URL")
+        subparser.set_defaults(command=command)
         if name == "prune":
-            one.add_argument("--keep-last", type=int, default=1, metavar="N", help="how many to keep; 1 if left out")
+            subparser.add_argument("--keep-last", type=int, default=1, metavar="N", help="how many to keep; 1 if left out")
         if name == "export":
-            one.add_argument("file", metavar="FILE", help="the file to write, such as weights.safetensors")
-            one.add_argument("--weights", metavar="NAME", help="model, or averaged ones such as ema; as load_weights")
+            subparser.add_argument("file", metavar="FILE", help="the file to write, such as weights.safetensors")
+            subparser.add_argument("--weights", metavar="NAME", help="model, or averaged ones such as ema; as load_weights")
         if name in ("show", "export", "prune"):
-            one.add_argument("--run", metavar="ID", help="if several runs save here: the id of one, or its beginning")
+            subparser.add_argument("--run", metavar="ID", help="if several runs save here: the id of one, or its beginning")
         if name in ("show", "export"):
-            one.add_argument(
+            subparser.add_argument(
                 "--which",
                 "--name",
                 metavar="WHICH",
                 help="last, best, best:eval/acc, or a name such as step-500; last if left out",
             )
         if name in ("list", "show", "verify"):
-            add_json(one)
+            add_json(subparser)
 
 
 def show_list(arguments: argparse.Namespace) -> None:

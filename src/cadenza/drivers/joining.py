@@ -95,7 +95,7 @@ def check_open_files(ranks: int, groups: int, *, serves_store: bool) -> None:
     needed = there + groups * (ranks + _FILES_OF_GROUP) + 2 * ranks * serves_store + _OTHER_FILES
     if 0 <= limit < needed:
         raise DistributedError(
-            f"this process may have {limit} files open, and needs {needed}: it has {there}, and each of "
+            f"this process may have no more than {limit} open files, and needs {needed}: it has {there}, and each of "
             f"{counted(groups, 'group')} of {ranks} ranks keeps a connection to each rank. Raise it before the start, as "
             f"with ulimit -n {2 * needed}."
         )

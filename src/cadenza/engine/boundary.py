@@ -112,7 +112,7 @@ def open_loader(session: Session, past: Consumed = ()) -> None:
     driver, cursor = session.driver, session.cursor
     shard, pin = driver.data_shard().resumed(past), driver.device.type == "cuda"
     options: dict[str, Any] = {"replay": cursor.replay, "shard": shard, "pin": pin, "permuted": cursor.permuted}
-    cursor.resume(changed(resumable(session.loader, session.data_seed, **options), cursor.change))
+    cursor.source = changed(resumable(session.loader, session.data_seed, **options), cursor.change)
 
 
 def begin(session: Session) -> None:

@@ -311,14 +311,6 @@ class Cursor:
         self.permuted: int = PERMUTED
         """The largest number of samples with the order of ``torch.randperm``; see `resumable`."""
 
-    def resume(self, source: ResumableLoader) -> None:
-        """Read from `source`, which is at another position."""
-        self.source = source
-
-    def leave_boundary(self) -> None:
-        """Note that hooks run: a save waits for the next boundary."""
-        self.at_boundary = False
-
     def leave_epoch(self) -> None:
         """End the current epoch."""
         self.batches, self.in_epoch, self.exhausted = iter(()), False, False
@@ -455,14 +447,6 @@ class Restored:
         """Whether the run has not restored all of its checkpoint yet, so its state is no state of its own."""
         return self.rng_state is not None
 
-    def put(self, *, rng_state: RNGState | None = None, gradients: Sequence[tuple[Tensor, Tensor]] = ()) -> None:
-        """Continue with this RNG state and these gradients."""
-        self.rng_state, self.gradients = rng_state, gradients
-
-    def expect(self, callback_states: Mapping[str, Mapping[str, Any]]) -> None:
-        """Announce the states of callbacks, before they are restored."""
-        self.callback_states = callback_states
-
     def take_rng_state(self) -> None:
         """Set the RNG state of the checkpoint, once."""
         if self.rng_state is not None:
@@ -575,7 +559,7 @@ class DueEvaluations:
         held = moved({name: saved[name] for name in ("losses", "weights")}, session.driver.device)
         session.step.last_window.losses, session.step.last_window.weights = held["losses"], held["weights"]
         session.metrics.buffer.put_numbers(saved["numbers"])
-        session.cursor.leave_boundary()
+        session.cursor.at_boundary = False
         listeners: list[Listener] = [*chain.from_iterable(session.hooks.by_moment.values())]
         known = {one.owner: (one, one.function.evaluate) for one in reversed(listeners) if isinstance(one.function, Deferred)}
         for name in saved["names"]:

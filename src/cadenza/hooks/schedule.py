@@ -454,6 +454,9 @@ class Until(Schedule):
     def due(self, now: Reading, before: Reading) -> bool:
         return now.counts["step"] < self.end()
 
+    def may_be(self, now: Reading, answer: bool) -> bool:
+        return not answer or self.due(now, now)  # the function may return another end at each firing
+
     def __repr__(self) -> str:
         return f"Until({brief(self.end)})"
 

@@ -318,8 +318,8 @@ def _check_native(callback: object, instead: str) -> None:
 # -- callbacks that join and leave a run, at a step boundary, in one process -----------------------
 
 
-def _attach(session: Session, callback: BaseCallback, *, who: str) -> None:
-    """Call the hooks of a callback from now on.
+def _attach(session: Session, callback: BaseCallback, *, who: str) -> str:
+    """Call the hooks of a callback from now on. Return its name.
 
     It is prepared as at the start of a run: ``on_setup``, ``on_fit_start`` and, inside an epoch, ``on_epoch_start`` are called.
     Points of its schedules that the run has passed are not due any more. After an error in this, it is detached again.
@@ -347,6 +347,7 @@ def _attach(session: Session, callback: BaseCallback, *, who: str) -> None:
         _forget(session, name)
         raise
     session.decide("attached", f"{name} is called from now on", who=who, data={"callback": name})
+    return name
 
 
 def _detach(session: Session, callback: BaseCallback, *, who: str) -> None:

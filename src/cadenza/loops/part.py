@@ -371,7 +371,7 @@ class Part:
             return session, True
         if start.loaded is not None:
             own = start.loaded.by_rank[0].get("callbacks of the rank", {})
-            session.restored.expect({**start.loaded.state.get("callbacks", {}), **own})
+            session.restored.callback_states = {**start.loaded.state.get("callbacks", {}), **own}
         resuming.begin(session, files, start, {} if files is None else self._written_facts(session))
         return session, False
 

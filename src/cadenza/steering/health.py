@@ -16,7 +16,7 @@ _FREE = 1 << 30  # bytes
 _MOST = 20  # faults that are listed
 
 
-def of(facts: Facts) -> Row:
+def health_of(facts: Facts) -> Row:
     """Return the problems of a run, and the figures behind them."""
     rows = list(facts.newest())
     age = time.time() - rows[0]["time"] if rows else None

@@ -9,8 +9,9 @@ from importlib import import_module
 from typing import Any
 
 from cadenza.errors import DirectoryError, nearest
-from cadenza.steering import health, progress
 from cadenza.steering.facts import Facts, Row, number, records
+from cadenza.steering.health import health_of
+from cadenza.steering.progress import described
 
 SCHEMA = 1
 """The version of the answers. It grows when a field is removed or changes its meaning; a field that is added keeps it."""
@@ -67,7 +68,7 @@ class RunReader:
             "name": os.path.basename(os.path.realpath(facts.path)),
             "id": facts.info.get("id"),
             "state": facts.state,
-            **progress.described(facts, rows),
+            **described(facts, rows),
             "values": facts.values(rows),
             "checkpoints": facts.checkpoints(),
             "decisions": [one for one, _ in zip(facts.decisions(), range(_DECISIONS), strict=False)][::-1],
@@ -89,7 +90,7 @@ class RunReader:
 
     def health(self) -> dict[str, Any]:
         """Return the problems: no news, values that are not finite, failed callbacks, unreadable files, a full disk."""
-        return health.of(self._facts.read())
+        return health_of(self._facts.read())
 
     def metric(self, name: str, *, last: int = 100) -> dict[str, Any]:
         """Return the last values of a metric, oldest first, with their steps and times.

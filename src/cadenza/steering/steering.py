@@ -63,8 +63,6 @@ class Steering(Callback):
     (0.01, 'set lr=0.01 by ann: lr 0.1 -> 0.01 in 1 parameter group')
     """
 
-    asks = False
-    _reads_totals = False
     decides: tuple[str, ...] = ("steered", "stopped", "paused")
 
     def __init__(self, *, acts: str | os.PathLike[str] | None = None, attach: bool = False) -> None:
@@ -84,7 +82,7 @@ class Steering(Callback):
         self._reported = 0
 
     def listeners(self) -> list[Listener]:
-        return [*super().listeners(), Listener(Callback.on_step_end, self._meet, Every(f"{2 * LOOK_S} s"))]
+        return [*super().listeners(), Listener(Callback.on_step_end, self._meet, Every(f"{2 * LOOK_S} s"), silent=True)]
 
     def on_setup(self, run: Run) -> None:
         self._forget()

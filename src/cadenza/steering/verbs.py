@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from cadenza.engine.boundary import change_windows
 from cadenza.engine.step_state import Deferred
 from cadenza.hooks.dispatch import Closer
-from cadenza.loops import handle
+from cadenza.loops.handle import _attach as attach_callback
 from cadenza.optim.rates import SetsRates, rates_of
 from cadenza.optim.settings import Group, groups_of, plain, set_option
 from cadenza.status.formats import counted
@@ -207,6 +207,7 @@ def _attach(session: Session, target: str, *, may_attach: bool) -> str:
     try:
         made = getattr(import_module(module), name)
         callback = made() if isinstance(made, type) else made
-        return f"{handle._attach(session, callback, who='Steering')} is called from now on"
+        attach_callback(session, callback, who="Steering")
     except Exception as error:
         raise RefusedError(f"{target} cannot be attached: {error!r}") from error
+    return f"{session.hooks.name_of(callback)} is called from now on"

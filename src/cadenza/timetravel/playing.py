@@ -253,7 +253,7 @@ class _Player(Callback):
         return index
 
     def _step(self, session: Session, window: Window) -> None:
-        session.cursor.leave_boundary()
+        session.cursor.at_boundary = False
         for _ in range(window.size):
             session.progress.finish_batch(0)
         boundary.count_step(session)

@@ -245,6 +245,7 @@ class StepRepeat:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._before, self._pass = None, Pass()  # which hold the hooks of the modules, and these refer to this object
 
     @property
     def obstacle(self) -> str | None:

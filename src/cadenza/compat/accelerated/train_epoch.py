@@ -61,7 +61,7 @@ def run_train_epoch(
         adapted.stepped = True
         _use_loader(trainer, session)  # a hook may have replaced it
         train_epoch(adapted.steps)
-        session.cursor.leave_boundary()  # states saved after this include the evaluation of the epoch
+        session.cursor.at_boundary = False  # states saved after this include the evaluation of the epoch
     if is_live(adapted):
         adapted.call_hook(end)
     adapted.agree()

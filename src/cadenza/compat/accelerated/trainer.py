@@ -295,7 +295,7 @@ class Trainer(Preparing):
             if isinstance(callback, SaveTrainingStateCallback | WSDCheckpointCallback):
                 callback.load_state_dict(counts)
         if state.rng_state is not None:
-            session.restored.put(rng_state=state.rng_state, gradients=[])
+            session.restored.rng_state, session.restored.gradients = state.rng_state, []
         self.print(f"The training continues with epoch {epochs + 1}, from {state.folder}")
 
     def _run_evaluation(self) -> None:

@@ -272,7 +272,7 @@ class TrainerApi:
 
 
 def training_state(folder: str | os.PathLike[str], driver: Driver) -> str | AccelerateState:
-    """Return the path of the newest training state in a folder of `TrainerFace.save_training_state`.
+    """Return the path of the newest training state in a folder of `TrainerApi.save_training_state`.
 
     If the folder is pytorch-accelerated's, return its content, with the RNG state of this rank. Every rank must call this.
 

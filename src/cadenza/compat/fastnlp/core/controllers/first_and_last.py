@@ -131,9 +131,8 @@ class FirstCallback(Callback):
         def note(indices: list[int] | None) -> None:
             adapted.indices = indices
 
-        session.cursor.resume(
-            Feed(session.cursor.source, trainer.train_dataloader, trainer.input_mapping, note, plan.batches_from)
-        )
+        source = session.cursor.source
+        session.cursor.source = Feed(source, trainer.train_dataloader, trainer.input_mapping, note, plan.batches_from)
         if carried.scaler:
             session.precision.load_state_dict(carried.scaler)
         self._restore(adapted)
@@ -143,10 +142,9 @@ class FirstCallback(Callback):
         carried, session = self._trainer.carried, adapted.session
         adapted.epoch_evaluated = carried.evaluated
         parameters = list(parameters_of(adapted.run.optimizers))
-        session.restored.put(
-            rng_state=None if carried.streams is None else RNGState.from_plain(carried.streams),
-            gradients=[(parameters[i], gradient.to(parameters[i].device)) for i, gradient in carried.gradients.items()],
-        )
+        session.restored.rng_state = None if carried.streams is None else RNGState.from_plain(carried.streams)
+        gradients = [(parameters[i], gradient.to(parameters[i].device)) for i, gradient in carried.gradients.items()]
+        session.restored.gradients = gradients
         self._losses = list(carried.losses)
         if session.step_fn is not None and self._losses:
             self._trainer.resume_window(self._losses)
