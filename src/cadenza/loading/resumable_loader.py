@@ -372,7 +372,7 @@ class MixedLoader(ResumableLoader):
 
     @property
     def obstacle(self) -> str | None:
-        return next((one for index in range(len(self._names)) if (one := self._source(index).obstacle) is not None), None)
+        return next((why for index in range(len(self._names)) if (why := self._source(index).obstacle) is not None), None)
 
     def check_inside(self, skip: int) -> None:
         """Do nothing: the positions in the loaders decide, when these are read."""
