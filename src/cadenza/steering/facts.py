@@ -15,7 +15,7 @@ from cadenza.steering.tail import Tail, opened
 
 Row = dict[str, Any]
 COUNTERS = ("epoch", "step", "batch", "samples", "tokens")
-NEWEST = 1 << 16
+NEWEST = 1 << 15
 """The bytes at the end of the records that show the present: rates and newest values."""
 _LARGEST = 1 << 26  # bytes of a run.json
 _FILES = ("run.json", "metrics.jsonl")

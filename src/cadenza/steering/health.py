@@ -30,7 +30,8 @@ def health_of(facts: Facts) -> Row:
         problems.append(
             _problem("stalled", f"the last record is {age:.0f} s old; before, there was one every {interval or 0:.1f} s")
         )
-    bad = [name for name, value in facts.values(rows).items() if not math.isfinite(value)]
+    values = facts.values(rows)
+    bad = [name for name, value in values.items() if not math.isfinite(value)]
     problems += [_problem("not finite", f"the newest value of {name} is not finite") for name in bad]
     problems += [
         _problem(str(fault["what"]), f"{fault['who']} at step {fault.get('step')}: {fault['why']}") for fault in faults
@@ -45,7 +46,7 @@ def health_of(facts: Facts) -> Row:
         "seconds_a_record": interval,
         "free_bytes": free,
         "checkpoints": len(facts.checkpoints()),
-        "memory": {name: value for name, value in facts.values(rows).items() if "mem" in name.lower()},
+        "memory": {name: value for name, value in values.items() if "mem" in name.lower()},
     }
 
 
