@@ -119,7 +119,7 @@ class Retention:
             if rank is not None and branch.run == self.store.branch.run:  # else it belongs to a run that this one continues
                 known = Known.of(entry.saved, rank, facts, began, joined.get(entry.name, ()))
                 self._read[entry.name] = self._with_earlier(known) if earlier else known
-        own = (value for value in self._read.values() if value is not None and value.owners & self.members.keys())
+        own = (known for known in self._read.values() if known is not None and known.owners & self.members.keys())
         self.known = sorted(own, key=attrgetter("rank"))
 
     def begin(self, names: Collection[str]) -> tuple[list[str], list[str]]:

@@ -288,7 +288,7 @@ class _Course:
 
     def __post_init__(self) -> None:
         several = chain.from_iterable(self._listeners.values())
-        self._triggers = {item.trigger for item in several if item.trigger is not None}
+        self._triggers = {listener.trigger for listener in several if listener.trigger is not None}
         self.sized = self._at.batches_per_epoch is not None
         self.steps_known = self.sized or self._at.max_epochs is None
 
@@ -298,7 +298,7 @@ class _Course:
             return
         run = cast("Run", SimpleNamespace(progress=self._at))
         interrupted = self._listeners.get(Callback.on_step_end if begins.in_epoch else Callback.on_epoch_end, ())
-        yield from (self._call(name) for name in interrupted if name.owner in begins.due)
+        yield from (self._call(listener) for listener in interrupted if listener.owner in begins.due)
         for moment in self._moments(begins):
             listeners = self._listeners.get(moment, ())
             asked = dict.fromkeys(listener.trigger for listener in listeners if listener.trigger is not None)
@@ -308,14 +308,8 @@ class _Course:
     def _call(self, listener: Listener) -> Call:
         at, moment = self._at, listener.moment.__name__
         step, batch = (at.step, at.batch) if self.steps_known else (None, None)
-        return Call(
-            step,
-            at.epoch if self.sized or at.max_steps is None else None,
-            batch,
-            moment,
-            listener.owner,
-            str(listener.schedule),
-        )
+        epoch = at.epoch if self.sized or at.max_steps is None else None
+        return Call(step, epoch, batch, moment, listener.owner, str(listener.schedule))
 
     def _moments(self, begins: Beginning) -> Iterator[Moment]:
         at, inside = self._at, begins.in_epoch

@@ -65,11 +65,7 @@ class MetricLog:
             if not (record.values or record.media):
                 continue
             if len(record.values) > _MANY and not self._said_many:
-                self._said_many = True
-                run.warn(
-                    f"a record has {len(record.values)} numbers, such as {[*record.values][-1]!r}, and each is a curve in all "
-                    "sinks. Log a matrix as Image or Figure, or with ConfusionMatrix, and many numbers as Histogram."
-                )
+                self._warn_of_many(run, record)
             if thinned := self.history.add(record):
                 self._decide("history thinned", thinned, who="the run")
             if run.is_main:
@@ -79,6 +75,13 @@ class MetricLog:
                 self._hooks.on_log(run, record)
             for reader in self.readers:
                 reader(run, record)
+
+    def _warn_of_many(self, run: Run, record: Record) -> None:
+        self._said_many = True
+        run.warn(
+            f"a record has {len(record.values)} numbers, such as {[*record.values][-1]!r}, and each is a curve in all sinks. "
+            "Log a matrix as Image or Figure, or with ConfusionMatrix, and many numbers as Histogram."
+        )
 
     def close(self) -> None:
         """Write the media that wait, and end the thread in which sinks write."""
@@ -343,7 +346,7 @@ class LossBuffer:
         tensors: list[Tensor] = []
         for _, losses, given, of_ranks in kept:
             tensors += losses
-            tensors += [rank_value for rank_value in (*given, of_ranks) if isinstance(rank_value, Tensor)] if given else ()
+            tensors += [number for number in (*given, of_ranks) if isinstance(number, Tensor)] if given else ()
         if kept:
             self._sent.append((kept, ArrivingNumbers(tensors)))
 

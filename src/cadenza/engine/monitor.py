@@ -124,7 +124,7 @@ class Monitor:
         Raises:
             MonitorError: It belongs to this evaluation, which did not report it.
         """
-        others = [value for value in run.evaluations.values() if value.name != evaluation.name]
+        others = [other for other in run.evaluations.values() if other.name != evaluation.name]
         if not evaluation.results and not evaluation.complete:  # cut short by an error
             return None
         if isinstance(self.watched, str) and self.watched not in evaluation.results and _may_report(others, self.watched):

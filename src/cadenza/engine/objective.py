@@ -41,7 +41,7 @@ class supervised:  # noqa: N801  # used like a function
                 f"supervised takes a function (predictions, targets) -> loss; got the class {name}. Make it: {name}()"
             )
         self.loss_fn = loss_fn
-        self._is_new = True
+        self._is_checked = False
 
     def __call__(self, model: nn.Module, batch: Any) -> dict[str, Any]:
         try:
@@ -53,10 +53,13 @@ class supervised:  # noqa: N801  # used like a function
                 "function compute_loss(model, batch)."
             ) from None
         predictions = model(inputs)
-        if self._is_new:
-            self._is_new = False
-            _check_shapes(predictions, targets)
-        return {"loss": self.loss_fn(predictions, targets), "predictions": predictions, "targets": targets}
+        loss_fn = self.loss_fn if self._is_checked else self._first_loss
+        return {"loss": loss_fn(predictions, targets), "predictions": predictions, "targets": targets}
+
+    def _first_loss(self, predictions: Any, targets: Any) -> Tensor:
+        self._is_checked = True
+        _check_shapes(predictions, targets)
+        return self.loss_fn(predictions, targets)
 
     def predict(self, model: nn.Module, batch: Any) -> Any:
         """Return what the model makes of ``(inputs, targets)``, or of inputs alone."""

@@ -233,7 +233,7 @@ def _adding_to(session: Session, optimizers: Sequence[Optimizer]) -> Iterator[No
         for parameter in chain(session.module.parameters(), parameters_of(session.optimizers))
         if id(parameter) not in inside
     ]
-    held = [(fromkey, fromkey.grad) for fromkey in dict.fromkeys(others)]
+    held = [(parameter, parameter.grad) for parameter in dict.fromkeys(others)]
     for parameter, _ in held:
         parameter.grad = None
     try:
@@ -348,7 +348,7 @@ class OwnCalls:
             self._raw |= self._reached
             self._reached.clear()
         if self._raw:
-            self._raw = {call for call in self._raw if call.grad is not None and not _is_zero(call.grad)}
+            self._raw = {raw for raw in self._raw if raw.grad is not None and not _is_zero(raw.grad)}
 
     def _note_added(self, updates: int) -> None:
         """Note the parameters that were reached after so many updates."""

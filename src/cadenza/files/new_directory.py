@@ -66,7 +66,7 @@ def meant_instead(path: Path) -> str:
     >>> meant_instead(Path("runs/baselien"))
     ''
     """
-    beside = {found_path.parent.name: found_path.parent for found_path in path.parent.glob("*/run.json")}
+    beside = {file.parent.name: file.parent for file in path.parent.glob("*/run.json")}
     series = re.sub(r"\d+|.$", "", path.name)  # such as lr-0.1 and lr-0.2, or fold-a and fold-b
     for name in get_close_matches(path.name, [*beside.keys() - {path.name}], n=1, cutoff=0.8):
         if re.sub(r"\d+|.$", "", name) != series:

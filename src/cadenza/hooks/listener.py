@@ -264,9 +264,7 @@ class Trigger:
 
     def owes(self) -> bool:
         """Return whether it is due at the next firing, whatever the counters are then. Every rank must call this."""
-        return self.owed or any(
-            function.is_late() for function in self.functions.values() if isinstance(function, StepFunction)
-        )
+        return self.owed or any(asked.is_late() for asked in self.functions.values() if isinstance(asked, StepFunction))
 
 
 class StepFunction:

@@ -250,7 +250,7 @@ def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
 
 def _computed_in(model: nn.Module) -> dict[int, Tensor]:
     """Return copies by id of tensors with a graph that modules hold, as with the old ``weight_norm``: deepcopy refuses them."""
-    held = (leave for module in model.modules() for leave in tree_leaves(vars(module)))
+    held = (leaf for module in model.modules() for leaf in tree_leaves(vars(module)))
     return {id(tensor): tensor.detach().clone() for tensor in held if isinstance(tensor, Tensor) and not tensor.is_leaf}
 
 

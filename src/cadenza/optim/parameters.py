@@ -103,11 +103,7 @@ class ExtraParameters:
             run.driver.average_gradients(updated)
         if not self._unchecked:
             return
-        without = [
-            optimizer
-            for optimizer in updated
-            if id(optimizer) in self._unchecked and optimizer.requires_grad and optimizer.grad is None
-        ]
+        without = [new for new in updated if id(new) in self._unchecked and new.requires_grad and new.grad is None]
         self._unchecked -= held
         if without:
             run.warn(

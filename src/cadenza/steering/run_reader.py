@@ -146,7 +146,7 @@ class RunReader:
         sought = facts.state if what == "ended" else what
         found = [decision for decision, _ in zip(facts.decisions(sought), range(last), strict=False)][::-1]
         ending = what in (*_ENDINGS, facts.state)
-        sentences = [sentence(match) for match in found] or ([facts.ending] if ending else [])
+        sentences = [sentence(row) for row in found] or ([facts.ending] if ending else [])
         known = [] if sentences else sorted({str(decision["what"]) for decision in facts.decisions()})
         return {
             "what": what,

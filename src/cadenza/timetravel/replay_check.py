@@ -165,7 +165,7 @@ class ReplayCheck(Callback, Compared):
         """
         mine, second, third = passes
         step, several = run.progress.step + 1, run.driver.world_size > 1
-        first_differs, second_differs = (bool(_over_ranks(run, run_value.differences(third))) for run_value in (mine, second))
+        first_differs, second_differs = (bool(_over_ranks(run, result.differences(third))) for result in (mine, second))
         if not first_differs:
             kind, cause = "a repeat was wrong", "the other repeat agrees with the step: the machine gave a wrong number once"
         elif not second_differs:

@@ -49,7 +49,7 @@ def answer(arguments: argparse.Namespace) -> int:
     sentences = _sentences(run, what, found[-1:] if not arguments.all else found, about_end=about_end)
     if arguments.json:
         outcome = run.story.info.get("outcome")
-        decisions = [match.to_dict() for match in found]
+        decisions = [decision.to_dict() for decision in found]
         print_json(
             {
                 "run": str(run.path), "state": run.state, "outcome": outcome, "what": what,
@@ -66,7 +66,7 @@ def answer(arguments: argparse.Namespace) -> int:
 
 def _sentences(run: RunFolder, what: str, found: Sequence[Decision], *, about_end: bool) -> list[str]:
     if found:
-        return [str(match) for match in found]
+        return [str(decision) for decision in found]
     if about_end:
         return [run.ending if what != "stopped" else f"the run was not stopped by a request. It is {run.ending}"]
     known = [] if what in _ENDINGS else [why(what, run.story.decisions)]
