@@ -39,6 +39,7 @@ SEARCH = {
     "reference/cadenza/Trainer": 4,
     "reference/": 1,
     "recipes/": 1,
+    "checkpoints": 6,
     "": 4,
 }
 """How much a page counts in the search, by the start of its path: guides before reference and recipes."""

@@ -16,6 +16,11 @@ RANKS = "on_as_many_ranks_it_continues_to_the_same_bits_inside_an_epoch"
 LAYOUTS = "checkpoints_go_between_all_layouts_bit_exactly"
 
 CHECKED_BY = {
+    "docs/ask-and-steer.md": {
+        "the weights are the same to the bit": "a_series_of_acts_is_repeated_to_the_same_bits",
+        "also for a run that was killed around its acts": "a_run_that_is_killed_around_its_acts_ends_as_its_repeat",
+        "and on multiple ranks": "two_ranks_repeat_a_run",
+    },
     "README.md": {
         "A misspelled hook is an error": "a_hook_that_could_not_be_called_is_an_error_when_the_class_is_written",
         "mypy and pyright report the same mistake": "mypy_refuses_every_wrong_line_and_no_other",

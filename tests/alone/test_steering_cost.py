@@ -43,6 +43,7 @@ def used_by(command: Sequence[str]) -> float:
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("question", ["status", "metric train/loss", "why stopped", "health"])
 def test_a_question_to_a_million_records_takes_at_most_50_ms_more_than_pythons_start(question: str, large: Path) -> None:
     """A start takes 8 ms of an idle processor; next to other work both take longer alike."""

@@ -159,7 +159,7 @@ def test_one_instance_twice_is_refused(train: Callable[[list[Any]], None], kind:
         train([one, one])
 
 
-NATIVE_ADVICE = ("could be fused", "TensorBatches", "Add Checkpoint(...)")
+NATIVE_ADVICE = ("could be fused", "Add Checkpoint(...)")
 
 
 def test_the_native_trainer_says_what_its_arguments_could_do_better(

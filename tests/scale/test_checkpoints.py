@@ -273,12 +273,18 @@ def test_a_save_to_object_storage_downloads_nothing_and_a_read_downloads_each_fi
 
 
 def trainer(
-    driver: Callable[[], Driver], steps: int, directory: Path | None = None, *, width: int = 256, **saving: Any
+    driver: Callable[[], Driver],
+    steps: int,
+    directory: Path | None = None,
+    *,
+    width: int = 256,
+    folder: str | None = None,
+    **saving: Any,
 ) -> Trainer:
     torch.manual_seed(0)
     data = [(torch.rand(2, width), torch.rand(2, width)) for _ in range(8)]
     model = nn.Sequential(nn.Linear(width, 2 * width), nn.Linear(2 * width, width))
-    callbacks = [Checkpoint("1 step", **saving)]
+    callbacks = [Checkpoint("1 step", directory=folder, **saving)]
     arguments: dict[str, Any] = {"max_steps": steps, "directory": directory, "callbacks": callbacks, "progress": False}
     return Trainer(model, adamw, data, supervised(nn.MSELoss()), driver=driver(), **arguments)
 
@@ -356,8 +362,7 @@ def test_each_rank_writes_and_reads_its_own_files_and_no_state_travels(
 def test_a_machine_that_does_not_see_the_checkpoint_is_named_and_no_rank_waits() -> None:
     def resumed() -> str:
         url = "memory://unseen"  # each process has a memory of its own, as machines have disks of their own
-        one = trainer(ddp, 2)
-        one.callbacks[:] = [Checkpoint("1 step", directory=url)]
+        one = trainer(ddp, 2, folder=url)
         one.fit()
         assert (
             fsspec.filesystem("memory").exists("/unseen/step-00000002/rank-00002-of-00002.safetensors")

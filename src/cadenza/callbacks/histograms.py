@@ -130,6 +130,9 @@ class _EachUpdate(Schedule):
     def following(self, now: Reading) -> Sequence[Bound]:
         return self.steps.following(now)
 
+    def may_be(self, now: Reading, answer: bool) -> bool:
+        return self.due(now, now) == answer or self.steps.may_be(now, answer)  # at another update of the step; in other steps
+
     def never(self, limits: Progress, accumulate: int, on: Counting = STEP_END) -> str | None:
         return self.steps.never(limits, accumulate, on)
 

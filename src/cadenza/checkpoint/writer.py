@@ -73,9 +73,13 @@ class CheckpointWriter:
         """Add a callback, before the run begins. What one of them asks for counts for all."""
         self.retention.members[member.name] = member
         if not background:
-            self.attempts.background, self.attempts.buffers = False, NoBuffers()
+            self.stay_in_foreground()
         self.attempts.repeats &= not strict
         self.attempts.grace_s = min(self.attempts.grace_s, math.inf if grace_s is None else grace_s)
+
+    def stay_in_foreground(self) -> None:
+        """Write each checkpoint before the training continues."""
+        self.attempts.background, self.attempts.buffers = False, NoBuffers()
 
     def begin(self) -> None:
         """Start, after a restore: check that the run can be saved, and complete what a killed process left unfinished.

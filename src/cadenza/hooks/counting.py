@@ -351,8 +351,9 @@ class Reading(NamedTuple):
             return NOW
         if unit == "%":
             unit, point = self.of[0], math.ceil(point * self.of[1] / 100)
-        elif unit == "fraction":
-            unit, point = "batch", self.counts["batch"] + math.ceil((point - self.reached(unit)) * (self.batches or 1))
+        elif unit == "fraction":  # at most to the end of the epoch: the next one may have another number of batches
+            missing = math.ceil((point - self.reached(unit)) * (self.batches or 1))
+            unit, point = "batch", self.counts["batch"] + min(missing, max(1, self.batches - self.in_epoch))
         return unit, point - (unit in self.on.under_way and (unit != "epoch" or self.on.unit == "epoch"))
 
 

@@ -264,15 +264,15 @@ class Hooks(Callback):
         return listener.trigger is not None and not listener.trigger.functions and listener in calls.listeners
 
     def select_anew(self) -> None:
-        """Ask all schedules at the next firing of their moments: the counters may have another value than was sure."""
-        for trigger in self.triggers.values():
-            trigger.ask_anew()
+        """Look at all schedules at the next firing of their moments."""
         for calls in self._calls.values():
             calls.select_anew()
 
     def measure(self, at: Progress) -> None:
         """Ask schedules anew: at the end of an epoch, which may come early, and with which the length of the run may change."""
         self.select_anew()
+        for trigger in self.triggers.values():
+            trigger.enter_epoch(at)
         if at.lengths != (before := self._lengths):
             self._lengths = at.lengths
             for trigger in self.triggers.values() if before else ():

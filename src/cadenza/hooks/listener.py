@@ -181,13 +181,16 @@ class Trigger:
         self.times_due: int = 0
         """How often it was due in this run."""
         self.restart()
-        self.ask_anew()
 
     def restart(self, before: Reading | None = None, last_step: int = -1, *, owed: bool = False) -> None:
         """Go on from a reading at an earlier firing, that of a checkpoint; None: from where the fit begins."""
         self.before: Reading | None = before
         self.last_step: int = last_step  # in which it was due, if it has two moments
         self.owed: bool = owed  # it is due at the next firing, by what came before a checkpoint
+        self.ask_anew()
+        lengths = self.schedule.lengths
+        if before is not None and before.begun and not owed and lengths and all(length.unit != "%" for length in lengths):
+            self._answer, self._bound = self.steady(before)  # it is asked at the same firings as without the resume
 
     def ask_anew(self) -> None:
         """Ask the schedule at the next firing: the counters may have another value than was sure."""
@@ -202,9 +205,9 @@ class Trigger:
     def due(self, run: Run) -> bool:
         """Return whether its listeners are called now. Ask this once at a firing of the moment."""
         at, before = run.progress, self.before_at(run.progress)
-        if self._answer and COUNTERS[self._bound[0]].read(at) < self._bound[1]:
-            self.times_due += 1
-            return True
+        if COUNTERS[self._bound[0]].read(at) < self._bound[1]:
+            self.times_due += self._answer
+            return self._answer
         now = reading(at, at, self.on, self.units)
         if "time" in self.units:
             now.counts["time"] = before.counts["time"] + 1
@@ -246,10 +249,16 @@ class Trigger:
         """Have the points that the run has passed not be due: the listeners come to a run under way."""
         self.before = self.before or reading(at, at, self.on, self.units, begun=False)
 
+    def enter_epoch(self, at: Progress) -> None:
+        """Ask a schedule in parts of an epoch anew: the epoch before may have ended early."""
+        if self.before is not None and "fraction" in self.units and self.before.counts["epoch"] < at.epoch:
+            self.ask_anew()
+
     def change_length(self, at: Progress) -> None:
         """Have parts of an epoch that ended early not be due any more: the run has another length now."""
         if self.before is not None and self.before.counts["epoch"] < at.epoch:
             self.before = self.before._replace(in_epoch=1, batches=1)
+        self.ask_anew()
 
     # -- functions of the user ---------------------------------------------------------------------
 

@@ -135,6 +135,11 @@ class Mixture:
             return dict(zip(self.loaders, given.values(), strict=True))
         return next(iter(given.values()))
 
+    def parts_of(self, batch: Any) -> Mapping[str, Any]:
+        """Return the batches of all loaders by name, of a batch with zip: the inverse of `batch_of`."""
+        parts: Mapping[str, Any] = batch
+        return parts
+
     def leaves(self) -> dict[str, Iterable[Any]]:
         """Return the loaders by name, and those of nested mixtures. A mixture in the mode zip counts as one loader.
 

@@ -419,8 +419,9 @@ class MixedLoader(ResumableLoader):
             index = next(iter(self._last), None)
             return super().size_of(batch) if index is None else self._sources[index].size_of(batch)
         alike = self._given.rank > 0 and self._replicated_at is None  # then a part that all ranks train on counts on rank 0
-        return sum(  # a batch has those of all loaders by name
-            self._sources[index].size_of(batch[name])
+        parts = self._mixture.parts_of(batch)
+        return sum(
+            self._sources[index].size_of(parts[name])
             for index, name in enumerate(self._names)
             if not (alike and self._is_replicated(index))
         )

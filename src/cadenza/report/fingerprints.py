@@ -95,9 +95,9 @@ def first_difference(first: Mapping[int, Row], second: Mapping[int, Row]) -> Fir
 
     >>> row = {"step": 1, "ranks": 1, "shards": False, "batch": {}, "outputs": {}, "gradients": {"w": "0a"}, "buffers": {},
     ...        "weights": {"w": "0b"}}
-    >>> print(parting({1: row}, {1: row | {"weights": {"w": "0c"}}, 2: row}))
+    >>> print(first_difference({1: row}, {1: row | {"weights": {"w": "0c"}}, 2: row}))
     the runs part at step 1: the weight 'w'; 0 steps before it equal; only the second has step 2
-    >>> print(parting({1: row}, {1: row | {"buffers": {"b": "0d"}}}))
+    >>> print(first_difference({1: row}, {1: row | {"buffers": {"b": "0d"}}}))
     the runs part at step 1: the buffer 'b', which only the second has; 0 steps before it equal
     """
     if not first or not second:

@@ -47,14 +47,14 @@ class Fingerprint(Callback):
         ValueError: When a run starts: it has no directory.
 
     >>> import tempfile, torch
-    >>> from cadenza.report.fingerprints import parting, read_fingerprints
+    >>> from cadenza.report.fingerprints import first_difference, read_fingerprints
     >>> from cadenza.testing import tiny_run
     >>> rows = []
     >>> for lr in (0.1, 0.2):
     ...     sgd = lambda parameters: torch.optim.SGD(parameters, lr)
     ...     run = tiny_run(optimizer=sgd, callbacks=[Fingerprint("1 step")], directory=tempfile.mkdtemp())
     ...     rows.append(read_fingerprints(run.info.directory / "fingerprints.jsonl"))
-    >>> print(parting(*rows))
+    >>> print(first_difference(*rows))
     the runs part at step 1: the weight 'weight'; 1 step before it equal
     """
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cadenza.checkpoint.catalogue import LINK
+from cadenza.checkpoint.writer import CheckpointWriter
 from cadenza.compat.adapter.view import OfRun
 
 if TYPE_CHECKING:
@@ -34,8 +35,8 @@ class Saves(OfRun):
     def wait(self) -> None:
         """Write checkpoints before the training continues, as transformers does."""
         for saver in self.session.savers:
-            if hasattr(saver, "background"):
-                saver.background = False
+            if isinstance(saver, CheckpointWriter):
+                saver.stay_in_foreground()
 
     def written(self, folder: str | None, state: Any) -> bool:
         """Return whether the pending checkpoint is written, and record it in the state. Every rank must call this.
