@@ -194,8 +194,8 @@ class Trigger:
 
     def ask_anew(self) -> None:
         """Ask the schedule at the next firing: the counters may have another value than was sure."""
-        self._answer: bool = False
-        self._bound: Bound = NOW  # a counter, and the value of it below which this answer is sure
+        self._answer = False
+        self._bound = NOW  # a counter, and the value of it below which this answer is sure
 
     @property
     def asked_from(self) -> Bound:
