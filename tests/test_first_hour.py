@@ -122,11 +122,6 @@ def test_a_record_with_a_great_many_numbers_is_questioned_once(caplog: pytest.Lo
     assert caplog.text.count("a record has 256 numbers, such as 'confusion/15/15'") == 1
 
 
-def test_a_keep_rule_of_ones_own_is_a_function_of_results() -> None:
-    with pytest.raises(TypeError, match=r"For a rule of your own, give Best a function of the results"):
-        Checkpoint(keep=lambda checkpoints: checkpoints)  # type: ignore[arg-type]
-
-
 def test_names_of_other_trainers_and_rooms_are_answered_in_each_package() -> None:
     for package, name, answer in (
         (cadenza, "EarlyStopping", "Write cadenza.callbacks.EarlyStopping."),

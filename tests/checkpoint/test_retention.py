@@ -137,6 +137,22 @@ def test_what_is_no_keep_rule_is_an_error_when_it_is_written(make: Any, argument
         make(**arguments)
 
 
+def test_a_function_is_a_keep_rule(tmp_path: Path) -> None:
+    def at_powers_of_two(checkpoints: Sequence[Known]) -> list[Known]:
+        """Keep the checkpoints of steps 1, 2, 4, 8 and so on."""
+        return [one for one in checkpoints if (step := int(one.position("step"))) & (step - 1) == 0]
+
+    saves = Checkpoint("1 step", keep=[Last(1), at_powers_of_two])
+    tiny_trainer(steps=7, directory=tmp_path, callbacks=[saves]).fit()
+    assert names(tmp_path) == ["01", "02", "04", "07"]
+    run = tiny_trainer(steps=9, directory=tmp_path, callbacks=[saves]).fit(resume="auto")
+    assert names(tmp_path) == ["01", "02", "04", "08", "09"]
+    rules = kept_by(Store(tmp_path / "checkpoints", run.info.id))["step-00000004"]
+    assert len(rules) == 1
+    assert "at_powers_of_two" in rules[0]["rule"]
+    assert " at 0x" not in rules[0]["rule"]
+
+
 def test_a_length_that_the_run_does_not_know_is_an_error_at_the_start(tmp_path: Path) -> None:
     endless = SimpleNamespace(batches_per_epoch=None, has_epochs=True, total=lambda unit, accumulate=1: None)
     for rule in (Every("0.5 epoch"), Every("10%")):

@@ -49,7 +49,9 @@ class Checkpoint(Callback):
         keep: Keep rules, in a list or joined by ``|``: ``[Last(2), Best("eval/acc", 3, mode="max"), Every("6 h")]``. A
             checkpoint that one rule keeps stays. ``Last(2)`` keeps the newest two, ``Last("6 h")`` those of the last 6 hours
             before the newest; ``First`` likewise; ``Every("6 h")`` the first that reaches each multiple; ``At("3 epochs")`` the
-            first that reaches this point. Lengths count from the start of the run, time with pauses. See also `Best`.
+            first that reaches this point. Lengths count from the start of the run, time with pauses. See also `Best`. A
+            function gets the checkpoints, oldest first, and returns those to keep; of these it keeps the same ones again. Each
+            has `name`, `values` (results by name) and `position`, such as ``position("step")`` or ``position("epoch")``.
         keep_last: Short for ``Last(n)``: the number of newest checkpoints to keep; None keeps all.
         keep_best: Short for ``Best(name, mode=...)``: a pair such as ``("eval/acc", "max")``, a loss, or several.
         on_exception: Write one when an error ends the run. In the middle of a step it is marked as not exact.

@@ -31,12 +31,7 @@ KEEP_LAST = 2
 
 FORMS = (
     'Last(2), Last("6 h"), First(1), First("1 epoch"), Every("1000 steps"), At("3 epochs"), Best("eval/acc", 3, mode="max"), '
-    "or several in a list or joined by |"
-)
-
-_OWN_RULE = (
-    " For a rule of your own, give Best a function of the results: Best(lambda results: results['eval/acc'] - 0.1 * "
-    "results['eval/loss'], 3, mode='max')."
+    "a function of the checkpoints, or several in a list or joined by |"
 )
 
 
@@ -90,7 +85,7 @@ class Best:
         return f"Best({brief(self.monitor)}{count}, mode={self.mode!r})"
 
 
-KeepRule = Schedule | Best
+KeepRule = Schedule | Best | Callable[[Sequence["Known"]], Iterable["Known"]]
 
 
 class Rules(tuple[KeepRule, ...]):
@@ -153,7 +148,7 @@ class KeepRules:
             ScheduleError: A rule needs a length of the run or of the epoch, which is not known.
         """
         everything = [Kept("all", list)] if self.keeps_all else []
-        return [*everything, *(Kept(repr(rule), rule_of(rule, limits, accumulate)) for rule in self.given)]
+        return [*everything, *(Kept(brief(rule), rule_of(rule, limits, accumulate)) for rule in self.given)]
 
 
 def parts_of(keep: Keep) -> list[KeepRule]:
@@ -179,12 +174,14 @@ def rule_of(given: KeepRule, limits: Progress | None, accumulate: int = 1) -> Ru
     """
     if isinstance(given, Best):
         return partial(best_of, given)
+    if callable(given) and not isinstance(given, type):
+        return lambda line: given(_present(line))
     kinds: dict[type, Callable[[Span, Sequence[Known]], Iterable[Known]]] = {
         Every: _one_per_interval, At: _first_at, First: _oldest_within, Last: _newest_within,
     }  # fmt: skip
     kind = kinds.get(type(given))
     if kind is None or not isinstance(given, Every | First):
-        meant = f" Did you mean Every({given!r}) or Last({given!r})?" if isinstance(given, str | int) else _OWN_RULE
+        meant = f" Did you mean Every({given!r}) or Last({given!r})?" if isinstance(given, str | int) else ""
         raise TypeError(f"expected a keep rule; got {given!r}. Use one of: {FORMS}.{meant}")
     if given.unit or not isinstance(given, First):
         return partial(kind, _span(given.counting("step"), limits, accumulate))
