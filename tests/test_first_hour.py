@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import cadenza
 from cadenza import At, Callback, Run, Trainer, on, supervised
 from cadenza.callbacks import Checkpoint, ClipGradients, EarlyStopping, LearningRate, LogTraining
 from cadenza.errors import CheckpointError
+from cadenza.testing import tiny_trainer
 
 GENERATOR = torch.Generator().manual_seed(0)
 DATA = [(torch.randn(8, 4, generator=GENERATOR), torch.randn(8, 1, generator=GENERATOR)) for _ in range(20)]
@@ -178,3 +181,20 @@ def test_a_loss_function_with_its_arguments_in_another_order_has_a_likely_cure()
     with pytest.raises(TypeError, match="not subscriptable") as caught:
         trainer(compute_loss=lambda batch, model: squared(model, batch)).fit()
     assert "likely cure: compute_loss gets (model, batch), in this order" in caught.value.__notes__[0]
+
+
+def test_a_decorator_may_unpack_the_batch() -> None:
+    def unpacked(function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def compute(model: nn.Module, batch: Any) -> Any:
+            return function(model, *batch)
+
+        return compute
+
+    @unpacked
+    def loss(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return nn.functional.mse_loss(model(inputs), targets)
+
+    run = tiny_trainer(compute_loss=loss).fit()
+    assert run.outcome is not None
+    assert run.outcome.kind == "finished"

@@ -460,3 +460,14 @@ def test_a_schedule_that_is_written_in_epochs_and_stepped_after_each_update_is_q
         caplog.clear()
         tiny_run(epochs=6, batches=20, callbacks=[LearningRate(scheduler, every="1 epoch")])
     assert "fits 6" not in caplog.text
+
+
+def test_a_group_that_a_hook_adds_in_the_update_keeps_its_rate_beside_a_warmup() -> None:
+    extra = torch.nn.Parameter(torch.zeros(1))
+
+    @on(Callback.on_after_optimizer_step, at=2)
+    def add(run: Run) -> None:
+        run.optimizers[0].add_param_group({"params": [extra], "lr": 0.01})
+
+    run = tiny_run(steps=5, callbacks=[add, Warmup("4 steps")])
+    assert [group["lr"] for group in run.optimizers[0].param_groups] == [0.1, 0.01]

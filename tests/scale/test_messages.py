@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import threading
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -22,6 +23,7 @@ from cadenza import Callback, Run, on
 from cadenza.callbacks import Checkpoint, Evaluate, Recover
 from cadenza.callbacks.profile import rank_times
 from cadenza.drivers import SingleDriver, group
+from cadenza.drivers.agreeing import Meeting, over_store
 from cadenza.drivers.base import Reduction
 from cadenza.drivers.comparing import Comparison
 from cadenza.drivers.failing import Post, Posts, Waits, culprit, interval
@@ -140,6 +142,36 @@ def test_an_error_of_one_rank_ends_the_others_along_a_tree() -> None:
         return type(raised.value).__name__
 
     assert launch(failing, 4) == ["DistributedError"] * 3 + ["ValueError"]
+
+
+# -- meetings for saves ----------------------------------------------------------------------------------
+
+
+def meetings() -> tuple[HashStore, Meeting, Meeting]:
+    store = HashStore()
+    store.set_timeout(timedelta(milliseconds=50))
+    return store, *(over_store(store, "save", rank, 2) for rank in range(2))  # type: ignore[return-value]
+
+
+def test_a_meeting_exchanges_values_through_the_store_and_leaves_no_keys_but_the_last() -> None:
+    store, main, other = meetings()
+    for number in range(20):
+        assert main.broadcast(number) == other.broadcast(None) == number
+        assert other.gather_on_main({"rank": 1}) == []
+        assert main.gather_on_main({"rank": 0}) == [{"rank": 0}, {"rank": 1}]
+    assert store.num_keys() <= 1
+
+
+def test_a_rank_that_is_late_in_a_meeting_ends_it_on_all_ranks_and_no_one_waits_again() -> None:
+    _, main, other = meetings()
+    with pytest.raises(RuntimeError, match=r"time(d )?out"):
+        main.gather_on_main("in time")
+    other.gather_on_main("late")
+    with pytest.raises(RuntimeError, match="the exchange failed on another rank"):
+        other.broadcast(None)
+    for meeting in (main, other):
+        with pytest.raises(RuntimeError, match="an earlier exchange of the ranks failed"):
+            meeting.gather_on_main("the next save")
 
 
 # -- what ranks say of themselves ----------------------------------------------------------------------

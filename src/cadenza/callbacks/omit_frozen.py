@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from cadenza.checkpoint.weights import LEFT_OUT, described
 from cadenza.hooks.moments import Callback
 from cadenza.optim.model_state import plain_name, state_of
+from cadenza.optim.parameters import parameters_of
 
 if TYPE_CHECKING:
     from cadenza.run import Run
@@ -40,11 +41,8 @@ class OmitFrozen(Callback):
     def on_setup(self, run: Run) -> None:
         if run.driver.shards:
             raise ValueError("OmitFrozen needs whole weights on the main process; got a driver that shards them. Remove it.")
-        frozen = {
-            plain_name(name)
-            for name, parameter in run.model.named_parameters(remove_duplicate=False)
-            if not parameter.requires_grad
-        }
+        named = run.model.named_parameters(remove_duplicate=False)
+        frozen = {plain_name(name) for name, parameter in named if not parameter.requires_grad}
         if not frozen:
             raise ValueError("OmitFrozen leaves out frozen weights, but every parameter of the model has requires_grad=True.")
         weights = state_of(run.model) if run.is_main else {}
@@ -55,9 +53,7 @@ class OmitFrozen(Callback):
         if not run.is_main:
             return
         # A fused optimizer changes a weight without a new version in autograd.
-        optimized = {
-            id(parameter) for optimizer in run.optimizers for group in optimizer.param_groups for parameter in group["params"]
-        }
+        optimized = {id(parameter) for parameter in parameters_of(run.optimizers)}
         named = run.model.named_parameters(remove_duplicate=False)
         unsure = {plain_name(name) for name, parameter in named if id(parameter) in optimized}
         unchanged = [name for name in self._first if self._is_unchanged(name, checkpoint.model[name], sure=name not in unsure)]

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from itertools import count
 from typing import Any, NamedTuple, TypeVar, cast
 
 T = TypeVar("T")
@@ -42,6 +46,60 @@ class Meeting(NamedTuple):
 
 
 ALONE = Meeting(0, 1, lambda value: [value], lambda value: value)
+
+
+def over_store(store: Any, name: str, rank: int, ranks: int) -> Meeting:
+    """Return a meeting through a store. If a rank is late, calls of this meeting fail from then on, and nothing else.
+
+    Args:
+        store: A client of a store that all ranks reach, for this meeting alone. Its time limit is that of a call.
+        name: The prefix of the keys, the same on all ranks.
+        rank: The rank of this process.
+        ranks: How many there are.
+    """
+    numbers, read, failures = count(), list[str](), list[Exception]()  # `read` by all ranks when the next gather is complete
+
+    def call(exchange: Callable[[str, Any], Any], value: Any) -> Any:
+        if failures:
+            raise RuntimeError(f"an earlier exchange of the ranks failed: {failures[0]}")
+        number = next(numbers)
+        try:
+            return exchange(f"{name}/{number}", value)
+        except Exception as error:
+            failures.append(error)
+            for later in (number + 1, number + 2):  # in one of them the others wait for this rank
+                with suppress(RuntimeError, ValueError):  # torch's errors of a store
+                    put(f"{name}/{later}", str(error), None)
+            raise
+
+    def put(key: str, problem: str, value: Any) -> None:
+        store.set(f"{key}/{rank}", pickle.dumps((problem, value)))
+
+    def value_in(content: bytes) -> Any:
+        problem, value = pickle.loads(content)
+        if problem:
+            raise RuntimeError(f"the exchange failed on another rank: {problem}")
+        return value
+
+    def gather(key: str, value: Any) -> list[Any]:
+        if rank:
+            put(key, "", value)
+            return []
+        keys = [f"{key}/{other}" for other in range(1, ranks)]
+        everyone = [value, *map(value_in, store.multi_get(keys))]
+        for old in (*keys, *read):
+            store.delete_key(old)
+        read.clear()
+        return everyone
+
+    def broadcast(key: str, value: Any) -> Any:
+        if rank:
+            return value_in(store.get(f"{key}/0"))
+        put(key, "", value)
+        read.append(f"{key}/0")
+        return value
+
+    return Meeting(rank, ranks, partial(call, gather), partial(call, broadcast))
 
 
 def decided(meeting: Meeting, act: Callable[[], T], decide: Callable[[list[T]], R], failed: Failed) -> R:

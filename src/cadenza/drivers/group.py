@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import math
 import os
-import pickle
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from cadenza.drivers.agreeing import Meeting
+from cadenza.drivers.agreeing import Meeting, over_store
 from cadenza.drivers.base import Driver, Reduction
 from cadenza.drivers.comparing import Comparison
 from cadenza.drivers.failing import Failure, Post, Posts, own_client
@@ -105,7 +104,6 @@ _TREE_FROM = 16  # ranks: with fewer, the ring of gloo takes less time than mess
 _TREE_UP_TO = 64 * 2**10  # bytes: the ring sends each part of a larger tensor twice, the tree the whole one six times
 _LARGEST_EXCHANGE = 64 * 2**20  # bytes: the copies that an exchange needs take no more memory
 _SHARED: WeakKeyDictionary[Any, dict[tuple[float, str], Any]] = WeakKeyDictionary()  # by default group
-_TREE_TAG = 1  # of the messages between two ranks; those with other tags are no part of sums
 _SUM = (dist.ReduceOp.SUM, torch.add)
 _OPERATIONS = {
     **dict.fromkeys(("mean", "sum", "total"), _SUM),
@@ -181,8 +179,8 @@ class GroupDriver(Driver):
 
     def _new_tree(self) -> Tree:
         """Return the tree for small sums: the all-reduce of gloo is a ring."""
-        of_tree = {"group": self._hosts, "tag": _TREE_TAG}
-        return Tree(self.rank, self.world_size, partial(dist.send, **of_tree), partial(dist.recv, **of_tree))
+        send, receive = partial(dist.send, group=self._hosts), partial(dist.recv, group=self._hosts)
+        return Tree(self.rank, self.world_size, send, receive)
 
     def data_group(self) -> Any:
         if self.tensor_parallel > 1 and self._of_data is None:
@@ -234,24 +232,9 @@ class GroupDriver(Driver):
         return everyone or []
 
     def aside(self) -> Meeting:
-        # Messages with a tag of their own: another group would connect each rank with each once more.
-        tag = next(self._shared("tags", partial(count, _TREE_TAG + 1)))
-        others = [rank for rank in range(self.world_size) if rank]
-        to, of = partial(_send, group=self._hosts, tag=tag), partial(_receive, group=self._hosts, tag=tag)
-
-        def gather_on_main(value: Any) -> list[Any]:
-            if self.is_main:
-                return [value, *(of(rank) for rank in others)]
-            to(value, [0])
-            return []
-
-        def broadcast(value: Any) -> Any:
-            if not self.is_main:
-                return of(0)
-            to(value, others)
-            return value
-
-        return Meeting(self.rank, self.world_size, gather_on_main, broadcast)
+        # Through the store: another group would connect each rank with each, and gloo closes a group in which a rank is late.
+        name = f"cadenza/meetings/{next(self._shared('meetings', count))}"
+        return self.meeting if (store := self._own_store()) is None else over_store(store, name, self.rank, self.world_size)
 
     def broadcast(self, value: Any, source: int = 0) -> Any:
         parcel = [value]
@@ -359,22 +342,6 @@ class GroupDriver(Driver):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({str(self.device)!r}, rank {self.rank} of {self.world_size})"
-
-
-def _send(value: Any, ranks: Iterable[int], *, group: Any, tag: int) -> None:
-    content = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-    parts = torch.tensor([content.numel()]), content
-    started = [dist.isend(part, rank, group, tag) for rank in ranks for part in parts]
-    for message in started:
-        message.wait()  # type: ignore[union-attr]  # None outside of the group
-
-
-def _receive(rank: int, *, group: Any, tag: int) -> Any:
-    length = torch.zeros(1, dtype=torch.int64)
-    dist.recv(length, rank, group, tag)
-    content = torch.empty(int(length), dtype=torch.uint8)
-    dist.recv(content, rank, group, tag)
-    return pickle.loads(content.numpy().tobytes())
 
 
 def _exchange_flat(tensors: Iterable[Tensor], exchange: Callable[[Tensor], object]) -> None:

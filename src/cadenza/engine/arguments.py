@@ -120,7 +120,7 @@ def check_parts(model: object, optimizer: object, loader: object, compute_loss: 
 def _check_takes_two(name: str, function: Any, taken: str) -> None:
     """Raise `TypeError` for a function that cannot be called with two arguments, as far as Python knows."""
     try:
-        parameters = signature_of(function)
+        parameters = signature_of(function, follow_wrapped=False)  # a decorator may unpack the batch
     except (TypeError, ValueError):  # no function, or a builtin
         return
     try:

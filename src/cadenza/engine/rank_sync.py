@@ -227,7 +227,7 @@ class Silence:
         total, squares = votes
         agreed = total // ranks if total * total == squares * ranks else 0  # which holds only if all numbers are equal
         steps = int(min(agreed, LONGEST_S / self._pace_s if self._pace_s else agreed))
-        self._until = step + 1 + steps if steps else 0  # the other batches of the step under way are announced
+        self._until = step + 1 + steps if steps else 0  # nor do they exchange in the other batches of the current step
 
 
 @dataclass(eq=False, repr=False)

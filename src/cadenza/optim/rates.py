@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, Multiplicati
 
 from cadenza.errors import CallbackError
 from cadenza.loading import num_batches
-from cadenza.optim.settings import limits_of, set_rates
+from cadenza.optim.settings import limits_of, set_option
 from cadenza.status.progress import Progress
 from cadenza.status.shown import signature_of
 
@@ -42,7 +42,7 @@ class Rates:
     def __init__(self) -> None:
         self.factors: dict[int, list[Factor]] = {}
         """By the index of the optimizer in the run: functions of the step, counted from 1. Their product is applied."""
-        self._kept: dict[int, tuple[Optimizer, list[Any]]] = {}
+        self._kept: dict[int, list[tuple[dict[str, Any], Any]]] = {}
 
     def factor(self, optimizer: int, step: int) -> float:
         """Return the factor on the rates of an optimizer in a step."""
@@ -54,14 +54,14 @@ class Rates:
             return
         factor = self.factor(index, step)
         # All are copied before one is scaled, because two groups may share a tensor.
-        rates = [_copy_of(group["lr"]) for group in optimizer.param_groups]
-        self._kept[index] = optimizer, rates
-        set_rates(optimizer, [rate * factor for rate in rates])
+        self._kept[index] = [(group, _copy_of(group["lr"])) for group in optimizer.param_groups]
+        for group, rate in self._kept[index]:
+            set_option(group, "lr", rate * factor)
 
     def put_back(self, index: int) -> None:
         """Restore the rates before `apply`."""
-        if index in self._kept:
-            set_rates(*self._kept.pop(index))
+        for group, rate in self._kept.pop(index, ()):  # a hook may have added groups
+            set_option(group, "lr", rate)
 
     def of(self, run: Run) -> list[float]:
         """Return the rate of each parameter group, over all optimizers, in the next update."""

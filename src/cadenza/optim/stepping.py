@@ -17,11 +17,7 @@ def _code_within(function: Any, *names: str) -> CodeType | None:
     """Return the code of a function that is defined inside another one; None if there is none of this name."""
     code: CodeType | None = getattr(function, "__code__", None)
     for name in names:
-        inner = [
-            constant
-            for constant in getattr(code, "co_consts", ())
-            if isinstance(constant, CodeType) and constant.co_name == name
-        ]
+        inner = [const for const in getattr(code, "co_consts", ()) if isinstance(const, CodeType) and const.co_name == name]
         code = inner[0] if inner else None
     return code
 
@@ -128,11 +124,7 @@ def _with_momentum(optimizer: Optimizer, parameters: Iterable[Tensor]) -> None:
     The fused SGD of torch needs a momentum for all weights or for none. Without dampening the result is the same: the first
     momentum is the gradient.
     """
-    fresh = [
-        parameter
-        for parameter in parameters
-        if parameter.grad is not None and optimizer.state[parameter].get("momentum_buffer") is None
-    ]
+    fresh = [new for new in parameters if new.grad is not None and optimizer.state[new].get("momentum_buffer") is None]
     if fresh and any(state.get("momentum_buffer") is not None for state in optimizer.state.values()):
         for parameter in fresh:
             optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
