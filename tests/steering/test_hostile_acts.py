@@ -15,6 +15,7 @@ from cadenza import Callback, Run, on
 from cadenza.steering import Steering, tell
 from cadenza.steering.acts import LARGEST, Act, file_of, new_act
 from cadenza.steering.inbox import Inbox
+from cadenza.steering.steering import _in_log
 from cadenza.testing import tiny_run
 
 RUN = "0123456789abcdef"
@@ -231,3 +232,15 @@ def test_a_log_that_was_damaged_does_not_keep_a_run_from_its_start(tmp_path: Pat
     (tmp_path / "steering" / "log.jsonl").write_bytes(b"\n".join(rows))
     run = tiny_run(directory=tmp_path, callbacks=[Steering()])
     assert run.progress.step == 5
+
+
+def test_rows_of_other_runs_of_other_types_and_of_acts_after_the_end_are_not_repeated(folder: Folder) -> None:
+    kept, late = folder.act(), folder.act()
+    folder.inbox.note_taken(kept, AT)
+    folder.inbox.note_taken(late, AT)
+    folder.inbox.note_result(late, AT, refused="the run is over", over=True)
+    row = {**folder.act().plain(), **AT}
+    wrong = [{"run": "another"}, {"verb": []}, {"step": "1"}, {"epoch": None}, {"arguments": 1}, {"author": {}}, {"step": 1.5}]
+    with (folder.path / "steering" / "log.jsonl").open("a") as log:
+        log.writelines(json.dumps({**row, **one}) + "\n" for one in wrong)
+    assert [act for _, act in _in_log(folder.path, RUN)] == [kept]

@@ -68,11 +68,11 @@ class Inbox:
         return acts
 
     def note_taken(self, act: Act, at: Mapping[str, int]) -> None:
-        """Write to the log that an act is taken, before it has any effect."""
+        """Write to the log that an act is taken, before it has any effect. One of another run is then one of this run."""
         self.taken.add(act.id)
-        self._log({**act.plain(), **at, "taken": round(time.time(), 3)})
+        self._log({**act.plain(), "run": self._run, **at, "taken": round(time.time(), 3)})
 
-    def note_result(self, act: Act, at: Mapping[str, int], **result: str) -> None:
+    def note_result(self, act: Act, at: Mapping[str, int], **result: str | bool) -> None:
         """Write the result of an act to the log, or why it was refused."""
         self._log({"id": act.id, **at, **result})
 
