@@ -80,6 +80,7 @@ class Steering(Callback):
         self._asked_at = float("-inf")
         self._paused = False
         self._reported = 0
+        self._warned = False
 
     def listeners(self) -> list[Listener]:
         return [*super().listeners(), Listener(Callback.on_step_end, self._meet, Every(f"{2 * LOOK_S} s"), silent=True)]
@@ -168,7 +169,13 @@ class Steering(Callback):
         for name, why in inbox.refused[self._reported : _MOST_REFUSED]:
             decide(session.run, "not steered", f"{name} is not an act of this run: {why}", who="Steering")
         self._reported = len(inbox.refused)
+        self._warn(session.run, inbox)
         return acts
+
+    def _warn(self, run: Run, inbox: Inbox) -> None:
+        if inbox.problem and not self._warned:
+            self._warned = True
+            run.warn(f"Steering cannot write its log: {inbox.problem}. Acts wait until it can be written")
 
     def _carry_out(self, session: Session, acts: list[Act]) -> None:
         """Carry out acts at a step boundary. Every rank must call this."""
@@ -199,6 +206,7 @@ class Steering(Callback):
         decide(run, "steered", f"{act} by {act.author}{because}: {result}", who="Steering", data={**data, "reason": act.reason})
         if inbox is not None:
             inbox.note_result(act, _counters(run), result=result)
+            self._warn(run, inbox)
 
     def _done(self, session: Session, act: Act) -> str:
         return carry_out(session, act, self._changes, may_attach=self.attach)
