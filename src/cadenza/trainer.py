@@ -133,7 +133,7 @@ class Trainer(Recipe):
             ends_itself=ends_itself, max_epochs=max_epochs, max_steps=max_steps, max_tokens=max_tokens
         )
         given = with_epoch_means(checks.listed(adapted(callbacks), directory), loader)
-        if directory is not None and os.environ.get("CADENZA_STEERING", "0") != "0":
+        if directory is not None and os.environ.get("CADENZA_STEERING") in ("1", "true"):
             imported("cadenza.steering.steering", needed_by="CADENZA_STEERING=1").add_steering(given)
         if progress:
             from cadenza.sinks.progress_bar import add_progress_bar  # imported here: a trainer needs no sink

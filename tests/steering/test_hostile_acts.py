@@ -15,6 +15,7 @@ from cadenza import Callback, Run, on
 from cadenza.steering import Steering, tell
 from cadenza.steering.acts import LARGEST, Act, file_of, new_act
 from cadenza.steering.inbox import Inbox
+from cadenza.steering.steering import _in_log
 from cadenza.testing import tiny_run
 
 RUN = "0123456789abcdef"
@@ -171,7 +172,7 @@ def test_a_folder_that_is_exchanged_is_not_used(folder: Folder, tmp_path: Path) 
         Inbox(folder.path, RUN)
 
 
-@pytest.mark.parametrize("kind", ["short", "open", "link"])
+@pytest.mark.parametrize("kind", ["short", "open", "readable", "link"])
 def test_a_key_that_others_may_know_is_replaced(kind: str, tmp_path: Path) -> None:
     first = Folder(tmp_path)
     key = tmp_path / "steering" / "key"
@@ -179,6 +180,8 @@ def test_a_key_that_others_may_know_is_replaced(kind: str, tmp_path: Path) -> No
         key.write_bytes(b"0")
     elif kind == "open":
         key.chmod(0o666)
+    elif kind == "readable":
+        key.chmod(0o640)
     else:
         key.rename(tmp_path / "key")
         key.symlink_to(tmp_path / "key")
@@ -187,11 +190,33 @@ def test_a_key_that_others_may_know_is_replaced(kind: str, tmp_path: Path) -> No
     assert not key.is_symlink()
 
 
-def test_a_folder_that_others_can_write_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "mode"), [("steering/acts", 700), ("steering", 755)])
+def test_a_folder_that_others_can_write_is_refused(name: str, mode: int, tmp_path: Path) -> None:
     (tmp_path / "steering" / "acts").mkdir(parents=True)
-    (tmp_path / "steering" / "acts").chmod(0o777)
-    with pytest.raises(OSError, match=r"can be written by other users\. Change it with: chmod 700"):
+    (tmp_path / name).chmod(0o777)
+    with pytest.raises(OSError, match=rf"can be written by other users\. Change it with: chmod {mode}"):
         Inbox(tmp_path, RUN)
+
+
+@pytest.mark.parametrize("kind", ["link", "fifo", "folder"])
+def test_an_act_waits_while_its_log_cannot_be_written(kind: str, folder: Folder, tmp_path: Path) -> None:
+    log = folder.path / "steering" / "log.jsonl"
+    {"link": lambda: log.symlink_to(tmp_path / "precious"), "fifo": lambda: os.mkfifo(log), "folder": log.mkdir}[kind]()
+    folder.signed()
+    assert folder.inbox.take(AT) == []
+    assert folder.inbox.problem
+    assert not folder.inbox.is_empty()
+    assert not (tmp_path / "precious").exists()
+    log.rmdir() if kind == "folder" else log.unlink()
+    assert len(folder.inbox.take(AT)) == 1
+
+
+def test_the_log_of_a_folder_that_is_exchanged_is_not_used(folder: Folder, tmp_path: Path) -> None:
+    (folder.path / "steering").rename(tmp_path / "away")
+    (folder.path / "steering").mkdir()
+    folder.inbox.note_taken(folder.act(), AT)
+    assert not (folder.path / "steering" / "log.jsonl").exists()
+    assert (tmp_path / "away" / "log.jsonl").exists()
 
 
 def test_many_files_hide_no_act(folder: Folder) -> None:
@@ -231,3 +256,15 @@ def test_a_log_that_was_damaged_does_not_keep_a_run_from_its_start(tmp_path: Pat
     (tmp_path / "steering" / "log.jsonl").write_bytes(b"\n".join(rows))
     run = tiny_run(directory=tmp_path, callbacks=[Steering()])
     assert run.progress.step == 5
+
+
+def test_rows_of_other_runs_of_other_types_and_of_acts_after_the_end_are_not_repeated(folder: Folder) -> None:
+    kept, late = folder.act(), folder.act()
+    folder.inbox.note_taken(kept, AT)
+    folder.inbox.note_taken(late, AT)
+    folder.inbox.note_result(late, AT, refused="the run is over", over=True)
+    row = {**folder.act().plain(), **AT}
+    wrong = [{"run": "another"}, {"verb": []}, {"step": "1"}, {"epoch": None}, {"arguments": 1}, {"author": {}}, {"step": 1.5}]
+    with (folder.path / "steering" / "log.jsonl").open("a") as log:
+        log.writelines(json.dumps({**row, **one}) + "\n" for one in wrong)
+    assert [act for _, act in _in_log(folder.path, RUN)] == [kept]

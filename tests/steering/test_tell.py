@@ -97,6 +97,19 @@ def test_a_schedule_goes_on_from_the_new_rate(tmp_path: Path) -> None:
     assert rates[step + 1] == pytest.approx(0.001 * 0.999)
 
 
+def test_a_rate_of_zero_under_a_schedule_is_refused_because_it_cannot_be_undone(tmp_path: Path) -> None:
+    schedule = LearningRate(lambda optimizer: StepLR(optimizer, 1, gamma=0.999))
+    _, answer = told(tmp_path / "run", "set", {"lr": 0}, beside=[schedule])
+    assert answer["why"].endswith("0 cannot be undone. Use pause, or Freeze in callbacks.")
+
+
+def test_an_error_in_an_act_is_its_refusal_and_the_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cadenza.steering.verbs._set", lambda *_: 1 / 0)
+    run, answer = told(tmp_path / "run", "set", {"lr": 0.1})
+    assert (answer["state"], answer["why"]) == ("refused", "ZeroDivisionError('division by zero')")
+    assert run.why("not steered").endswith(answer["why"])
+
+
 def test_more_batches_in_a_step(tmp_path: Path) -> None:
     run, answer = told(tmp_path / "run", "set", {"accumulate": 2})
     assert "a step has 2 batches instead of 1" in answer["result"]
@@ -126,6 +139,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "momentums": ({"momentums": 0.9}, "no parameter group has a setting 'momentums'. There are: "),
     "rate": ({"lr": -1}, "lr must be a finite number, at least 0; got -1"),
     "nan": ({"lr": float("nan")}, "lr must be a finite number, at least 0; got nan"),
+    "huge": ({"lr": 10**400}, "lr must be a finite number, at least 0; got 1000"),
     "text": ({"lr": "high"}, "lr must be a finite number, at least 0; got 'high'"),
     "switch": ({"nesterov": True}, "nesterov is not a number: only settings that are numbers can be set"),
     "group": ({"lr": 0.1, "group": "head"}, "there is no parameter group 'head'. There are: 0"),
@@ -302,5 +316,6 @@ def test_the_environment_adds_steering_to_a_run_with_a_directory(tmp_path: Path,
     names = list(tiny_run(directory=tmp_path / "other")._session.hooks.callbacks)
     assert names == ["EpochMeans", "Steering"] or names == ["Steering"]
     assert "Steering" not in tiny_run()._session.hooks.callbacks
-    monkeypatch.setenv("CADENZA_STEERING", "0")
-    assert "Steering" not in tiny_run(directory=tmp_path / "third")._session.hooks.callbacks
+    for off in ("0", "", "false", "off"):
+        monkeypatch.setenv("CADENZA_STEERING", off)
+        assert "Steering" not in tiny_run(directory=tmp_path / f"off-{off}")._session.hooks.callbacks

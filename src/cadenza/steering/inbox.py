@@ -21,7 +21,7 @@ _HAS_DIR_FD = os.open in os.supports_dir_fd and os.unlink in os.supports_dir_fd 
 class Inbox:
     """The folder ``steering`` in the directory of a run, for the process that trains it.
 
-    The folder of waiting acts is opened once: who renames it or puts a link in its place changes nothing. A file is removed
+    Both folders are opened once: who renames one or puts a link in its place changes nothing. A file is removed
     only after its signature was checked and its line in the log is on the disk, so an act is neither lost nor taken twice.
 
     Args:
@@ -29,22 +29,21 @@ class Inbox:
         run: The id of the run.
 
     Raises:
-        OSError: The folder cannot be made, or belongs to another user.
+        OSError: The folder cannot be made, belongs to another user, or can be written by others.
     """
 
     def __init__(self, directory: Path, run: str) -> None:
         self._folder, self._run = directory / FOLDER, run
-        _own_folder(self._folder, 0o755)
-        _own_folder(self._folder / WAITING, 0o700)
-        self._key = _key_in(self._folder / KEY)
         self._waiting = self._folder / WAITING
-        self._fd: int | None = None
-        if _HAS_DIR_FD:
-            self._fd = os.open(self._waiting, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        self._folder_fd = _own_folder(self._folder, 0o755)
+        self._fd = _own_folder(self._waiting, 0o700)
+        self._key = _key_in(self._folder / KEY)
         self.taken: set[str] = {row["id"] for row in log_of(str(directory))}
         """The ids of all acts that were taken or refused, also by earlier processes of this run."""
         self.refused: list[tuple[str, str]] = []
         """The names of files that are no acts of this run, with the reason. The run reports them."""
+        self.problem: str = ""
+        """Why the log could not be written; empty if it could."""
         self._seen = set[str]()
         with replacing(self._folder / LISTENING) as beside:
             beside.write_text(json.dumps({"run": run, "pid": os.getpid(), "since": time.time()}) + "\n", encoding="utf-8")
@@ -54,25 +53,28 @@ class Inbox:
         return all(name in self._seen for name in self._names())
 
     def take(self, at: Mapping[str, int]) -> list[Act]:
-        """Return the acts that wait, in order, and log that they are taken at these counters."""
+        """Return the acts that wait, in order, and log that they are taken at these counters. Others wait longer."""
         acts = []
         for name in sorted(self._names()):
             act = None if name in self._seen else self._read(name)
             if act is None:
                 continue
             if act.id not in self.taken:
-                self.note_taken(act, at)
+                if not self.note_taken(act, at):
+                    break
                 acts.append(act)
             with suppress(OSError):
                 os.unlink(self._at(name), dir_fd=self._fd)
         return acts
 
-    def note_taken(self, act: Act, at: Mapping[str, int]) -> None:
-        """Write to the log that an act is taken, before it has any effect."""
-        self.taken.add(act.id)
-        self._log({**act.plain(), **at, "taken": round(time.time(), 3)})
+    def note_taken(self, act: Act, at: Mapping[str, int]) -> bool:
+        """Write to the log that an act is taken, before it has any effect. Return whether it is on the disk."""
+        logged = self._log({**act.plain(), "run": self._run, **at, "taken": round(time.time(), 3)})  # also one of another run
+        if logged:
+            self.taken.add(act.id)
+        return logged
 
-    def note_result(self, act: Act, at: Mapping[str, int], **result: str) -> None:
+    def note_result(self, act: Act, at: Mapping[str, int], **result: str | bool) -> None:
         """Write the result of an act to the log, or why it was refused."""
         self._log({"id": act.id, **at, **result})
 
@@ -80,9 +82,10 @@ class Inbox:
         """Take no more acts."""
         with suppress(OSError):
             (self._folder / LISTENING).unlink()
-        if self._fd is not None:
-            os.close(self._fd)
-            self._fd = None
+        for descriptor in (self._fd, self._folder_fd):
+            if descriptor is not None:
+                os.close(descriptor)
+        self._fd = self._folder_fd = None
 
     def _names(self) -> list[str]:
         try:
@@ -110,11 +113,7 @@ class Inbox:
         return act
 
     def _content(self, name: str) -> bytes:
-        flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
-        descriptor = os.open(self._at(name), flags, dir_fd=self._fd)
-        with os.fdopen(descriptor, "rb") as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise OSError("it is not a regular file")
+        with os.fdopen(_regular(self._at(name), os.O_RDONLY, self._fd), "rb") as file:
             content = file.read(LARGEST + 1)
         if len(content) > LARGEST:
             raise ValueError(f"it has more than {LARGEST} bytes")
@@ -123,51 +122,66 @@ class Inbox:
     def _at(self, name: str) -> str:
         return name if self._fd is not None else str(self._waiting / name)
 
-    def _log(self, row: Mapping[str, Any]) -> None:
-        path = self._folder / LOG
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | getattr(os, "O_NOFOLLOW", 0)
-        whole = _ends_with_line(path)
-        with os.fdopen(os.open(path, flags, 0o644), "ab") as file:
-            file.write(b"" if whole else b"\n")  # after a kill in the middle of a line
-            file.write(json.dumps(row).encode() + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
+    def _log(self, row: Mapping[str, Any]) -> bool:
+        """Append a row to the log, and return whether it is on the disk. A full disk does not end the training."""
+        path = LOG if self._folder_fd is not None else str(self._folder / LOG)
+        try:
+            with os.fdopen(_regular(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, self._folder_fd), "r+b", buffering=0) as file:
+                whole = file.seek(0, os.SEEK_END) == 0 or (file.seek(-1, os.SEEK_END), file.read(1))[1] == b"\n"
+                line = json.dumps(row).encode() + b"\n"
+                line = line if whole else b"\n" + line  # after a kill in the middle of a line
+                if file.write(line) != len(line):
+                    raise OSError("the disk is full")
+                os.fsync(file.fileno())
+        except OSError as error:
+            self.problem = str(error)
+            return False
+        return True
 
 
-def _own_folder(path: Path, mode: int) -> None:
-    """Make a folder, or check that the present one is that of this user.
+def _regular(path: str, flags: int, folder: int | None) -> int:
+    """Open a regular file, without following a link or waiting for the other end of a pipe; return its descriptor."""
+    flags |= getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+    descriptor = os.open(path, flags, 0o644, dir_fd=folder)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError("it is not a regular file")
+    return descriptor
+
+
+def _own_folder(path: Path, mode: int) -> int | None:
+    """Make a folder, or check that the present one is that of this user alone. Return its descriptor, where there are any.
 
     Raises:
-        OSError: It is a link or no folder, or belongs to another user.
+        OSError: It is a link or no folder, belongs to another user, or can be written by others.
     """
+    made = False
     with suppress(FileExistsError):
         path.mkdir(mode=mode)
-        path.chmod(mode)
+        made = True
         flush(path.parent)
     facts = path.lstat()
     if not stat.S_ISDIR(facts.st_mode) or (hasattr(os, "geteuid") and facts.st_uid != os.geteuid()):
         raise OSError(f"{str(path)!r} must be a folder of the user of this process. Remove it.")
-    if mode == 0o700 and stat.S_IMODE(facts.st_mode) & 0o022:
-        raise OSError(f"{str(path)!r} can be written by other users. Change it with: chmod 700 {path}")
+    if not _HAS_DIR_FD:
+        return None
+    if facts.st_mode & 0o022:
+        raise OSError(f"{str(path)!r} can be written by other users. Change it with: chmod {mode:o} {path}")
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    if made:
+        os.fchmod(descriptor, mode)  # without the umask
+    return descriptor
 
 
 def _key_in(path: Path) -> bytes:
-    """Return the key of the run; a new one if there is none that other users cannot read."""
+    """Return the key of the run; a new one if there is none that only this user can read."""
     with suppress(OSError):
         facts = path.lstat()
-        own = not hasattr(os, "geteuid") or facts.st_uid == os.geteuid()
-        if stat.S_ISREG(facts.st_mode) and own and not stat.S_IMODE(facts.st_mode) & 0o022 and facts.st_size == 64:
+        own = not hasattr(os, "geteuid") or (facts.st_uid == os.geteuid() and not facts.st_mode & 0o077)
+        if stat.S_ISREG(facts.st_mode) and own and facts.st_size == 64:
             return path.read_bytes()
         path.unlink()
     key = os.urandom(32).hex().encode()
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(key)
     return key
-
-
-def _ends_with_line(path: Path) -> bool:
-    try:
-        with path.open("rb") as file:
-            return file.seek(0, os.SEEK_END) == 0 or (file.seek(-1, os.SEEK_END), file.read(1))[1] == b"\n"
-    except OSError:
-        return True

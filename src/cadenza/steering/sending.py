@@ -27,7 +27,8 @@ def tell(
     """Tell a run to do something at its next step boundary, and return what became of it.
 
     The answer has a ``state``: ``"done"`` with a ``result``; ``"refused"`` with ``why``; ``"waiting"`` if the run has not come
-    to a step boundary in time: the act stays, and is carried out at the next one, also by the process that continues the run.
+    to a step boundary in time: the act stays, and is carried out at the next one, also by the process that continues the run;
+    ``"taken"`` if the run has begun it and has no result yet.
 
     Args:
         run: The run directory.
@@ -106,9 +107,11 @@ def _late(path: str, act: Act) -> dict[str, Any]:
         try:
             os.unlink(os.path.join(path, FOLDER, WAITING, f"{act.id}.json"))
         except OSError:  # it was taken in between
-            return _result(path, act) or {"state": "waiting"}
+            return _result(path, act) or {"state": "taken"}
         return {"state": "refused", "why": f"the run is over: {facts.ending}"}
-    return {"state": "waiting"}
+    if os.path.lexists(os.path.join(path, FOLDER, WAITING, f"{act.id}.json")):
+        return {"state": "waiting"}
+    return _result(path, act) or {"state": "taken"}
 
 
 def _result(path: str, act: Act) -> dict[str, Any] | None:

@@ -80,6 +80,7 @@ class Steering(Callback):
         self._asked_at = float("-inf")
         self._paused = False
         self._reported = 0
+        self._warned = False
 
     def listeners(self) -> list[Listener]:
         return [*super().listeners(), Listener(Callback.on_step_end, self._meet, Every(f"{2 * LOOK_S} s"), silent=True)]
@@ -101,7 +102,7 @@ class Steering(Callback):
                 run.warn("Steering takes no acts: the run has no directory. Give Trainer(directory=...)")
         elif main:
             self._open(run.info.directory, run.info.id)
-        own = [] if self._inbox is None or run.info.directory is None else _in_log(run.info.directory)
+        own = [] if self._inbox is None or run.info.directory is None else _in_log(run.info.directory, run.info.id)
         rows = run.driver.broadcast([*self._given, *own])
         self._repeats = _ordered(rows, {*self._applied})
         if self._paused:
@@ -123,7 +124,7 @@ class Steering(Callback):
             return
         if run.outcome is not None and run.outcome.kind in ("finished", "stopped"):
             for act in inbox.take(_counters(run)):
-                self._refuse(run, inbox, act, f"the run is over: {run.outcome.kind}, {run.outcome.reason}")
+                self._refuse(run, inbox, act, f"the run is over: {run.outcome.kind}, {run.outcome.reason}", over=True)
         inbox.close()
 
     def state_dict(self) -> dict[str, Any]:
@@ -168,7 +169,13 @@ class Steering(Callback):
         for name, why in inbox.refused[self._reported : _MOST_REFUSED]:
             decide(session.run, "not steered", f"{name} is not an act of this run: {why}", who="Steering")
         self._reported = len(inbox.refused)
+        self._warn(session.run, inbox)
         return acts
+
+    def _warn(self, run: Run, inbox: Inbox) -> None:
+        if inbox.problem and not self._warned:
+            self._warned = True
+            run.warn(f"Steering cannot write its log: {inbox.problem}. Acts wait until it can be written")
 
     def _carry_out(self, session: Session, acts: list[Act]) -> None:
         """Carry out acts at a step boundary. Every rank must call this."""
@@ -189,20 +196,26 @@ class Steering(Callback):
         except RefusedError as error:
             self._refuse(run, inbox, act, str(error))
             return
+        except Exception as error:
+            self._refuse(run, inbox, act, repr(error))
+            if act.verb in ("evaluate", "save"):  # an error of a hook, which ends the run as it does without an act
+                raise
+            return
         data = {"act": act.id, "verb": act.verb, "arguments": dict(act.arguments), "author": act.author, "result": result}
         because = f" ({act.reason})" if act.reason else ""
         decide(run, "steered", f"{act} by {act.author}{because}: {result}", who="Steering", data={**data, "reason": act.reason})
         if inbox is not None:
             inbox.note_result(act, _counters(run), result=result)
+            self._warn(run, inbox)
 
     def _done(self, session: Session, act: Act) -> str:
         return carry_out(session, act, self._changes, may_attach=self.attach)
 
-    def _refuse(self, run: Run, inbox: Inbox | None, act: Act, why: str) -> None:
+    def _refuse(self, run: Run, inbox: Inbox | None, act: Act, why: str, **more: bool) -> None:
         data = {"act": act.id, "verb": act.verb, "arguments": dict(act.arguments), "author": act.author}
         decide(run, "not steered", f"{act} by {act.author}: {why}", who="Steering", data=data)
         if inbox is not None:
-            inbox.note_result(act, _counters(run), refused=why)
+            inbox.note_result(act, _counters(run), refused=why, **more)
 
     # -- a pause -----------------------------------------------------------------------------------
 
@@ -251,10 +264,20 @@ Taken = tuple[tuple[int, int], Act]
 """An act, and the steps and epochs that were complete when it was taken."""
 
 
-def _in_log(directory: Path) -> list[Taken]:
-    """Return the acts in the log of a run, in order."""
-    rows = (row for row in log_of(str(directory)) if row.keys() >= {*FIELDS, "step", "epoch"} and row["verb"] in VERBS)
-    return [((int(row["step"]), int(row["epoch"])), Act(*(row[name] for name in FIELDS))) for row in rows]
+def _in_log(directory: Path, run: str = "") -> list[Taken]:
+    """Return the acts in the log of a run, in order, without those that came when it was over, and those of another run."""
+    rows = [*log_of(str(directory))]
+    over = {row["id"] for row in rows if row.get("over") is True}
+    found = [row for row in rows if _is_taken(row) and row["id"] not in over and run in ("", row["run"])]
+    return [((row["step"], row["epoch"]), Act(*(row[name] for name in FIELDS))) for row in found]
+
+
+def _is_taken(row: Mapping[str, Any]) -> bool:
+    """Return whether a row of the log is that of an act that was taken. Who damaged or changed the log ends no run."""
+    texts = (row.get(name) for name in ("run", "verb", "author", "reason"))
+    counters = (row.get(name) for name in ("step", "epoch"))
+    right = all(isinstance(text, str) for text in texts) and all(type(counter) is int for counter in counters)
+    return right and row["verb"] in VERBS and isinstance(row.get("arguments"), dict) and "time" in row
 
 
 def _taken_by(directory: Path) -> list[Taken]:

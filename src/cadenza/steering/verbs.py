@@ -141,8 +141,8 @@ def _setter(session: Session, groups: list[Group], name: str, value: Any, change
     before = plain(holders[0].options)[name]
     if type(before) is bool or not isinstance(before, int | float):
         raise RefusedError(f"{name} is not a number: only settings that are numbers can be set")
-    if type(value) is bool or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
-        raise RefusedError(f"{name} must be a finite number, at least 0; got {value!r}")
+    if not _is_rate(value):
+        raise RefusedError(f"{name} must be a finite number, at least 0; got {value!r:.60}")
     if name == "lr" and (driven := _drivers(session, holders)):
         return _scaling(session, holders, value, driven, changes)
 
@@ -152,6 +152,13 @@ def _setter(session: Session, groups: list[Group], name: str, value: Any, change
         return f"{name} {before:g} -> {value:g} in {counted(len(holders), 'parameter group')}"
 
     return set_all
+
+
+def _is_rate(value: Any) -> bool:
+    try:
+        return type(value) is not bool and isinstance(value, int | float) and math.isfinite(float(value)) and value >= 0
+    except OverflowError:  # a whole number of 400 digits
+        return False
 
 
 def _drivers(session: Session, groups: list[Group]) -> list[str]:
@@ -166,6 +173,8 @@ def _scaling(session: Session, groups: list[Group], value: float, driven: list[s
     indices = {group.key[0] for group in groups}
     if len(indices) > 1 or len(groups) < sum(group.key[0] in indices for group in groups_of(session.optimizers)):
         raise RefusedError(f"{driven[0]} sets these rates by a schedule, which is scaled for one whole optimizer")
+    if value == 0:
+        raise RefusedError(f"{driven[0]} multiplies its schedule, and 0 cannot be undone. Use pause, or Freeze in callbacks.")
     index, step = indices.pop(), session.progress.step + 1
     now = float(groups[0].options["lr"]) * rates_of(session.run).factor(index, step)
     if now == 0 or not math.isfinite(value / now):

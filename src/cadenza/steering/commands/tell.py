@@ -12,7 +12,8 @@ from cadenza.steering.acts import VERBS
 from cadenza.steering.sending import tell
 
 WAITING = 3
-"""The exit code for an act that the run has not taken in time."""
+"""The exit code for an act without a result in time."""
+_LATE = {"waiting": "the run has not taken it yet", "taken": "the run has begun it, and has no result yet"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,8 +53,8 @@ def act(arguments: argparse.Namespace) -> int:
         print_json(found, indent=None)
     else:
         at = f" at step {found['step']}" if found["step"] is not None else ""
-        say(clean(f"{found['state']}{at}: {found.get('result') or found.get('why') or 'the run has not taken it yet'}"))
-    return {"done": 0, "waiting": WAITING}.get(found["state"], 1)
+        say(clean(f"{found['state']}{at}: {found.get('result') or found.get('why') or _LATE[found['state']]}"))
+    return {"done": 0, "waiting": WAITING, "taken": WAITING}.get(found["state"], 1)
 
 
 def given_to(verb: str, given: list[str]) -> dict[str, Any]:
