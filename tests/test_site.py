@@ -208,7 +208,8 @@ SEARCHED = {
 SETTLED = """words => {
     const links = [...document.querySelectorAll(".md-search-result__item > a")];
     const marked = links.map(one => new URL(one.href).searchParams.get("h"));
-    return marked.some(one => one && words.split(" ").some(word => one.toLowerCase().includes(word.slice(0, 3))));
+    const begins = words.split(" ").map(word => word.match(/[a-z]+/)[0].slice(0, 3));
+    return marked.some(one => one && begins.some(begin => one.toLowerCase().includes(begin)));
 }"""
 
 

@@ -96,8 +96,8 @@ def check_open_files(ranks: int, groups: int, *, serves_store: bool) -> None:
     if 0 <= limit < needed:
         raise DistributedError(
             f"this process may have no more than {limit} open files, and needs {needed}: it has {there}, and each of "
-            f"{counted(groups, 'group')} of {ranks} ranks keeps a connection to each rank. Raise it before the start, as "
-            f"with ulimit -n {2 * needed}."
+            f"{counted(groups, 'group')} of {counted(ranks, 'rank')} keeps a connection to each rank. Raise it before the "
+            f"start, as with ulimit -n {2 * needed}."
         )
 
 

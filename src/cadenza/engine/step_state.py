@@ -561,11 +561,8 @@ class DueEvaluations:
         session.metrics.buffer.put_numbers(saved["numbers"])
         session.cursor.at_boundary = False
         listeners: list[Listener] = [*chain.from_iterable(session.hooks.by_moment.values())]
-        known = {
-            listener.owner: (listener, listener.function.evaluate)
-            for listener in reversed(listeners)
-            if isinstance(listener.function, Deferred)
-        }
+        deferred = [(listener, listener.function) for listener in reversed(listeners)]
+        known = {own.owner: (own, function.evaluate) for own, function in deferred if isinstance(function, Deferred)}
         for name in saved["names"]:
             if name in known:
                 self.add(*known[name])  # the first one of its callback
