@@ -102,8 +102,7 @@ class RunReader:
         Raises:
             ValueError: `last` is less than 1.
         """
-        if last < 1:
-            raise ValueError(f"last must be at least 1; got {last}")
+        _check_last(last)
         facts = self._facts.read()
         tail = facts.tail("metrics.jsonl")
         found: list[Row] = []
@@ -141,7 +140,12 @@ class RunReader:
         return named
 
     def why(self, what: str = "ended", *, last: int = 1) -> dict[str, Any]:
-        """Return the last decisions of a kind or of a callback, such as ``"stopped"``; ``"ended"`` says how the run ended."""
+        """Return the last decisions of a kind or of a callback, such as ``"stopped"``; ``"ended"`` says how the run ended.
+
+        Raises:
+            ValueError: `last` is less than 1.
+        """
+        _check_last(last)
         facts = self._facts.read()
         sought = facts.state if what == "ended" else what
         found = [decision for decision, _ in zip(facts.decisions(sought), range(last), strict=False)][::-1]
@@ -180,6 +184,11 @@ class RunReader:
         over = [] if facts.goes_on else [f"the run does not go on: {facts.ending}"]
         unknown = [] if reasons else [f"no callback that the files name does it; a hook may request it: {what!r}"]
         return {"what": what, "happened": last is not None, "last": last, "reasons": [*over, *reasons, *unknown]}
+
+
+def _check_last(last: int) -> None:
+    if last < 1:
+        raise ValueError(f"last must be at least 1; got {last}")
 
 
 def _moments(plan: str) -> Iterator[tuple[str, list[str]]]:
