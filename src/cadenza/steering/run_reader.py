@@ -137,7 +137,7 @@ class RunReader:
         """
         info = import_module("cadenza.records.directory").read_info(self._facts.path)
         named: dict[str, Any] = import_module("dataclasses").asdict(info.samples(step))
-        return named
+        return {**named, "batches": [*named["batches"]]}
 
     def why(self, what: str = "ended", *, last: int = 1) -> dict[str, Any]:
         """Return the last decisions of a kind or of a callback, such as ``"stopped"``; ``"ended"`` says how the run ended.
@@ -203,6 +203,11 @@ def sentence(decision: Mapping[str, Any]) -> str:
     """Return a decision as a sentence."""
     at = f"epoch {decision.get('epoch')}, step {decision.get('step')}"
     return f"{decision['what']} by {decision['who']} at {at}: {decision['why']}"
+
+
+def wrong(run: str, message: str) -> dict[str, Any]:
+    """Return the answer to arguments that cannot be read."""
+    return {"schema": SCHEMA, "run": os.path.abspath(run), "ok": False, "error": {"kind": "arguments", "message": message}}
 
 
 def question(run: str, name: str, ask: Any) -> dict[str, Any]:
