@@ -91,6 +91,17 @@ def test_a_metric_is_read_from_its_end(finished: Path, capsys: pytest.CaptureFix
     assert (code, told["answer"]["steps"], told["answer"]["hint"]) == (1, [], "Did you mean 'train/loss'?")
     with pytest.raises(ValueError, match="last must be at least 1; got 0"):
         read_run(finished).metric("train/loss", last=0)
+    with pytest.raises(ValueError, match="last must be at least 1; got 0"):
+        read_run(finished).why("saved", last=0)
+
+
+def test_a_time_that_is_no_time_ends_no_question(finished: Path, tmp_path: Path) -> None:
+    shutil.copytree(finished, tmp_path / "run")
+    with (tmp_path / "run" / "metrics.jsonl").open("a") as records:
+        records.writelines(f'{{"step": 16, "time": {time}}}\n' for time in ("1" + "0" * 400, "Infinity", "NaN"))
+    run = read_run(tmp_path / "run")
+    assert run.status()["step"] == 15
+    assert run.health()["healthy"]
 
 
 def test_a_rare_metric_is_found_by_reading_the_whole_file(finished: Path, tmp_path: Path) -> None:
@@ -133,6 +144,14 @@ def test_wrong_questions_are_refused(finished: Path, tmp_path: Path, capsys: pyt
     }.items():
         assert main(["ask", str(finished), *wrong.split()]) == 1
         assert message in capsys.readouterr().err
+        code, told = answer(finished, wrong, capsys)
+        assert (code, told["error"]["kind"]) == (2, "arguments")
+        assert message in told["error"]["message"]
+    assert main(["ask", str(finished), "stat", "--json"]) == 2
+    assert "invalid choice: 'stat'" in json.loads(capsys.readouterr().out)["error"]["message"]
+    for verb in (["dance"], ["set"], ["note"], ["save", "now"]):
+        assert main(["tell", str(finished), *verb, "--json"]) == 2
+        assert json.loads(capsys.readouterr().out)["error"]["kind"] == "arguments"
     with pytest.raises(SystemExit):
         main(["ask", str(finished), "stat"])
     with pytest.raises(DirectoryError, match="is not a run directory"):

@@ -201,7 +201,12 @@ def test_a_folder_that_others_can_write_is_refused(name: str, mode: int, tmp_pat
 @pytest.mark.parametrize("kind", ["link", "fifo", "folder"])
 def test_an_act_waits_while_its_log_cannot_be_written(kind: str, folder: Folder, tmp_path: Path) -> None:
     log = folder.path / "steering" / "log.jsonl"
-    {"link": lambda: log.symlink_to(tmp_path / "precious"), "fifo": lambda: os.mkfifo(log), "folder": log.mkdir}[kind]()
+    if kind == "link":
+        log.symlink_to(tmp_path / "precious")
+    elif kind == "fifo":
+        os.mkfifo(log)
+    else:
+        log.mkdir()
     folder.signed()
     assert folder.inbox.take(AT) == []
     assert folder.inbox.problem
@@ -217,6 +222,23 @@ def test_the_log_of_a_folder_that_is_exchanged_is_not_used(folder: Folder, tmp_p
     folder.inbox.note_taken(folder.act(), AT)
     assert not (folder.path / "steering" / "log.jsonl").exists()
     assert (tmp_path / "away" / "log.jsonl").exists()
+
+
+@pytest.mark.parametrize("kind", ["steering", "acts", "key"])
+def test_an_act_is_not_sent_through_a_link_or_into_a_folder_that_others_can_write(kind: str, tmp_path: Path) -> None:
+    answers: list[dict[str, Any]] = []
+
+    def exchange(run: Run) -> None:
+        path = tmp_path / "run" / "steering" / ("" if kind == "steering" else kind)
+        path.chmod(0o777)
+        answers.append(tell(tmp_path / "run", "stop"))
+        path.chmod(0o700)
+        path.rename(tmp_path / "away")
+        path.symlink_to(tmp_path / "away")
+        answers.append(tell(tmp_path / "run", "stop"))
+
+    tiny_run(directory=tmp_path / "run", callbacks=[Steering(), on(Callback.on_step_end, at=2)(exchange)])
+    assert ["and be no link" in answer["why"] for answer in answers] == [True, True]
 
 
 def test_many_files_hide_no_act(folder: Folder) -> None:
@@ -264,7 +286,15 @@ def test_rows_of_other_runs_of_other_types_and_of_acts_after_the_end_are_not_rep
     folder.inbox.note_taken(late, AT)
     folder.inbox.note_result(late, AT, refused="the run is over", over=True)
     row = {**folder.act().plain(), **AT}
-    wrong = [{"run": "another"}, {"verb": []}, {"step": "1"}, {"epoch": None}, {"arguments": 1}, {"author": {}}, {"step": 1.5}]
+    wrong: list[dict[str, Any]] = [
+        {"run": "another"},
+        {"verb": []},
+        {"step": "1"},
+        {"epoch": None},
+        {"arguments": 1},
+        {"author": {}},
+        {"step": 1.5},
+    ]
     with (folder.path / "steering" / "log.jsonl").open("a") as log:
         log.writelines(json.dumps({**row, **one}) + "\n" for one in wrong)
     assert [act for _, act in _in_log(folder.path, RUN)] == [kept]

@@ -174,7 +174,7 @@ def test_runs_that_take_no_acts_refuse_at_once(tmp_path: Path) -> None:
     answers = []
 
     def send(run: Run) -> None:
-        answers.append(tell(tmp_path / "run", "stop"))
+        answers.append(tell(tmp_path / "run", "stop", wait_s=0))
 
     tiny_run(directory=tmp_path / "run", callbacks=[on(Callback.on_step_end, at=2)(send)])
     assert answers[0]["why"].startswith("the run takes no acts. Start it with Steering() in callbacks")
@@ -183,6 +183,21 @@ def test_runs_that_take_no_acts_refuse_at_once(tmp_path: Path) -> None:
     assert main(["tell", str(tmp_path / "run"), "stop"]) == 1
     told(tmp_path / "steered", "note", {"text": "x"})
     assert tell(tmp_path / "steered", "stop")["why"].startswith("no process trains the run: stopped")
+
+
+def test_a_run_that_starts_is_waited_for(tmp_path: Path) -> None:
+    answers: list[dict[str, Any]] = []
+    sender = threading.Thread(target=lambda: answers.append(tell(tmp_path / "run", "note", {"text": "x"}, wait_s=60)))
+
+    def start(run: Run) -> None:
+        sender.start()
+        time.sleep(0.3)
+
+    early = on(Callback.on_fit_start)(start)
+    wait = on(Callback.on_step_end)(lambda run: run.stop("done") if answers else time.sleep(0.005))
+    tiny_run(directory=tmp_path / "run", epochs=2000, callbacks=[early, Steering(), wait])
+    sender.join()
+    assert answers[0]["state"] == "done"
 
 
 def test_the_command_line_stops_pauses_and_resumes_another_process(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterator, Mapping
 from importlib import import_module
@@ -182,7 +183,7 @@ def records(tail: Tail, name: str = "") -> Iterator[Row]:
     """Yield the records in a file, the last one first; with a name, those that have a value of it."""
     for row in _objects(tail, json.dumps(name).encode() + b":" if name else b""):
         step, seconds = row.get("step"), row.get("time")
-        if type(step) is int and type(seconds) in (int, float) and (not name or name in row):
+        if type(step) is int and type(seconds) in (int, float) and math.isfinite(number(seconds)) and (not name or name in row):
             yield row
 
 

@@ -102,8 +102,7 @@ class RunReader:
         Raises:
             ValueError: `last` is less than 1.
         """
-        if last < 1:
-            raise ValueError(f"last must be at least 1; got {last}")
+        _check_last(last)
         facts = self._facts.read()
         tail = facts.tail("metrics.jsonl")
         found: list[Row] = []
@@ -138,10 +137,15 @@ class RunReader:
         """
         info = import_module("cadenza.records.directory").read_info(self._facts.path)
         named: dict[str, Any] = import_module("dataclasses").asdict(info.samples(step))
-        return named
+        return {**named, "batches": [*named["batches"]]}
 
     def why(self, what: str = "ended", *, last: int = 1) -> dict[str, Any]:
-        """Return the last decisions of a kind or of a callback, such as ``"stopped"``; ``"ended"`` says how the run ended."""
+        """Return the last decisions of a kind or of a callback, such as ``"stopped"``; ``"ended"`` says how the run ended.
+
+        Raises:
+            ValueError: `last` is less than 1.
+        """
+        _check_last(last)
         facts = self._facts.read()
         sought = facts.state if what == "ended" else what
         found = [decision for decision, _ in zip(facts.decisions(sought), range(last), strict=False)][::-1]
@@ -182,6 +186,11 @@ class RunReader:
         return {"what": what, "happened": last is not None, "last": last, "reasons": [*over, *reasons, *unknown]}
 
 
+def _check_last(last: int) -> None:
+    if last < 1:
+        raise ValueError(f"last must be at least 1; got {last}")
+
+
 def _moments(plan: str) -> Iterator[tuple[str, list[str]]]:
     """Yield the moments of a plan, and the callbacks that each of them calls."""
     for line in plan.splitlines()[1:]:
@@ -194,6 +203,11 @@ def sentence(decision: Mapping[str, Any]) -> str:
     """Return a decision as a sentence."""
     at = f"epoch {decision.get('epoch')}, step {decision.get('step')}"
     return f"{decision['what']} by {decision['who']} at {at}: {decision['why']}"
+
+
+def wrong(run: str, message: str) -> dict[str, Any]:
+    """Return the answer to arguments that cannot be read."""
+    return {"schema": SCHEMA, "run": os.path.abspath(run), "ok": False, "error": {"kind": "arguments", "message": message}}
 
 
 def question(run: str, name: str, ask: Any) -> dict[str, Any]:

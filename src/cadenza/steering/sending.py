@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -36,19 +37,21 @@ def tell(
         arguments: Plain values by name: ``{"lr": 1e-4}`` for set, ``{"text": ...}`` for note, ``{"callback": ...}`` for attach.
         reason: Why, for the decision.
         author: Who acts; empty: the user of this process and the machine.
-        wait_s: How long to wait for the result, in seconds.
+        wait_s: How long to wait for a run that starts, and for the result, in seconds.
 
     Raises:
         DirectoryError: The directory holds no run.
     """
     path = os.fspath(run)
-    facts = Facts(path)
+    facts, end = Facts(path), time.monotonic() + wait_s
+    while facts.state == "starting" and not _listens(path) and time.monotonic() < end:
+        time.sleep(_LOOK_S)
+        facts.read()
     act = new_act(str(facts.info.get("id", "")), verb, arguments or {}, reason, author)
     try:
         _send(path, act, _checked(facts, act))
     except _RefusedError as error:
         return _answer(path, act, {"state": "refused", "why": str(error)})
-    end = time.monotonic() + wait_s
     while (found := _result(path, act)) is None and time.monotonic() < end:
         time.sleep(_LOOK_S)
     return _answer(path, act, found or _late(path, act))
@@ -65,17 +68,29 @@ def _checked(facts: Facts, act: Act) -> bytes:
     if not facts.goes_on:
         raise _RefusedError(f"no process trains the run: {facts.ending}")
     folder = os.path.join(facts.path, FOLDER)
-    if not os.path.exists(os.path.join(folder, LISTENING)):
+    key = os.path.join(folder, KEY)
+    if not _listens(facts.path):
         raise _RefusedError(
             "the run takes no acts. Start it with Steering() in callbacks=[...], or with CADENZA_STEERING=1 in its environment."
         )
     try:
-        with opened(os.path.join(folder, KEY)) as file:
+        me = os.geteuid() if hasattr(os, "geteuid") else 0
+        owner = os.lstat(os.path.join(facts.path, "run.json")).st_uid
+        for path, kind in ((folder, stat.S_ISDIR), (os.path.join(folder, WAITING), stat.S_ISDIR), (key, stat.S_ISREG)):
+            found = os.lstat(path)
+            right = kind(found.st_mode) and not (hasattr(os, "geteuid") and found.st_mode & 0o022)
+            if not right or found.st_uid not in (owner, me):
+                raise _RefusedError(f"{path!r} must belong to the user of the run, who alone can write it, and be no link.")
+        with opened(key) as file:
             return file.read(LARGEST)
     except OSError as error:
         raise _RefusedError(
             f"the key of the run cannot be read ({error.strerror or error}). Act as the user that trains it."
         ) from None
+
+
+def _listens(path: str) -> bool:
+    return os.path.exists(os.path.join(path, FOLDER, LISTENING))
 
 
 def _send(path: str, act: Act, key: bytes) -> None:

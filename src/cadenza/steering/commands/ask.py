@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import time
 from typing import Any
 
 from cadenza.commands.output import add_json, print_json, say
 from cadenza.errors import CadenzaError
-from cadenza.steering.run_reader import RunReader, question, sentence
+from cadenza.steering.run_reader import RunReader, question, sentence, wrong
 
 _GOOD = ("starting", "running", "paused", "elsewhere", "finished", "stopped")
 QUESTIONS = ("status", "plan", "why", "why-not", "metric", "samples", "config", "health")
@@ -27,12 +28,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "  cadenza ask runs/first samples 8120\n  cadenza ask runs/first health --json | jq .answer.problems"
     )
     parser.add_argument("run", metavar="RUN", help="a run directory")
-    parser.add_argument("question", choices=QUESTIONS, metavar="QUESTION", help=", ".join(QUESTIONS))
+    parser.add_argument("question", metavar="QUESTION", help=", ".join(QUESTIONS))
     parser.add_argument("what", nargs="*", metavar="WHAT", help=_WHAT)
     parser.add_argument("--last", type=int, metavar="N", help="how many values of a metric (100 if left out) or decisions (1)")
     parser.add_argument("--whole", action="store_true", help="search files to their beginning, not only their last 32 MiB")
     add_json(parser, "print one line of JSON; its form has a version, see the page Ask and steer a run")
-    parser.set_defaults(command=ask)
+    parser.set_defaults(command=ask, error=parser.error)
 
 
 def ask(arguments: argparse.Namespace) -> int:
@@ -42,7 +43,13 @@ def ask(arguments: argparse.Namespace) -> int:
         CadenzaError: The question lacks an argument or has one too many; without ``--json``, also if there is no answer.
     """
     what = " ".join(arguments.what)
-    _check(arguments.question, what)
+    try:
+        _check(arguments, what)
+    except CadenzaError as error:
+        if not arguments.json:
+            raise
+        print_json({**wrong(arguments.run, str(error)), "question": arguments.question, "time": time.time()}, indent=None)
+        return 2
     whole = question(arguments.run, arguments.question, lambda: _answer(arguments, what))
     if arguments.json:
         print_json(whole, indent=None)
@@ -54,7 +61,13 @@ def ask(arguments: argparse.Namespace) -> int:
     return 0 if whole["ok"] and _is_positive(arguments.question, whole["answer"]) else 1
 
 
-def _check(name: str, what: str) -> None:
+def _check(arguments: argparse.Namespace, what: str) -> None:
+    name = arguments.question
+    if name not in QUESTIONS:
+        message = f"argument QUESTION: invalid choice: {name!r} (choose from {', '.join(map(repr, QUESTIONS))})"
+        if not arguments.json:
+            arguments.error(message)
+        raise CadenzaError(message)
     if name in ("why-not", "metric", "samples") and not what:
         raise CadenzaError(f"cadenza ask RUN {name} needs one more argument, such as: {_EXAMPLES[name]}")
     if name in ("status", "plan", "config", "health") and what:
@@ -111,4 +124,6 @@ def _sentence(row: dict[str, Any]) -> str:
     """Return a decision or a problem as a line."""
     if "what" in row:
         return sentence(row)
-    return f"{row['kind']}: {row['message']}" if "kind" in row else str(row)
+    if "kind" in row:
+        return f"{row['kind']}: {row['message']}"
+    return ", ".join(f"{name} {value}" for name, value in row.items() if value not in (None, "", []))
