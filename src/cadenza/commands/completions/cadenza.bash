@@ -55,8 +55,6 @@ _shtab_cadenza_checkpoint_export_pos_1_COMPGEN=_shtab_compgen_files
 _shtab_cadenza_checkpoint_prune_pos_0_COMPGEN=_shtab_compgen_dirs
 _shtab_cadenza_capsule_pos_0_COMPGEN=_shtab_compgen_dirs
 
-_shtab_cadenza_ask_pos_1_choices=(status plan why why-not metric samples config health)
-_shtab_cadenza_tell_pos_1_choices=(stop pause resume save evaluate set note attach)
 _shtab_cadenza_replay___to_choices=(comet csv dvclive mlflow swanlab tensorboard trackio wandb)
 _shtab_cadenza_checkpoint_pos_0_choices=(list verify show export prune)
 _shtab_cadenza_completion_pos_0_choices=(bash zsh)

@@ -54,7 +54,7 @@ _shtab_cadenza_ask_options=(
   "--whole[search files to their beginning, not only their last 32 MiB]"
   "--json[print one line of JSON\; its form has a version, see the page Ask and steer a run]"
   ":a run directory:_files -/"
-  ":status, plan, why, why-not, metric, samples, config, health:(status plan why why-not metric samples config health)"
+  ":status, plan, why, why-not, metric, samples, config, health:"
   "(*)::of why and why-not, a decision or a callback\; of metric, its name\; of samples, the step:"
 )
 
@@ -227,7 +227,7 @@ _shtab_cadenza_tell_options=(
   "--wait[wait so long for the result\; 5 if left out]:SECONDS:"
   "--json[print one line of JSON\; its form has a version, see the page Ask and steer a run]"
   ":the directory of a run that goes on:_files -/"
-  ":stop, pause, resume, save, evaluate, set, note, attach:(stop pause resume save evaluate set note attach)"
+  ":stop, pause, resume, save, evaluate, set, note, attach:"
   "(*)::of set, NAME\=VALUE and group\=NAME\; of note, a text\; of attach, module\:Callback:"
 )
 
