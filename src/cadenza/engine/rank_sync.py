@@ -217,7 +217,7 @@ class Silence:
         Args:
             votes: The sums of the votes of all ranks.
             ranks: The number of ranks.
-            step: The number of complete steps. The window starts after the step under way.
+            step: The number of complete steps. The window starts after the current step.
             elapsed_s: The seconds since the fit began, by the clock of all ranks.
         """
         if self._measured is None or step > self._measured[0]:

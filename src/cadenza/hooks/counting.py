@@ -103,7 +103,7 @@ _OF_MOMENTS: dict[Callable[..., None], Counting] = {}
 def counts(
     unit: Literal["epoch", "step", "batch"], under_way: frozenset[str] = NONE, **others: bool
 ) -> Callable[[Moment], Moment]:
-    """Mark how the schedules of a moment count: its unit, and which units are under way when it fires."""
+    """Mark how the schedules of a moment count: its unit, and which units have begun when it fires."""
 
     def mark(moment: Moment) -> Moment:
         _OF_MOMENTS[moment] = Counting(unit, under_way, **others)

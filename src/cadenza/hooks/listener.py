@@ -204,11 +204,11 @@ class Trigger:
 
     def due(self, run: Run) -> bool:
         """Return whether its listeners are called now. Ask this once at a firing of the moment."""
-        at, before = run.progress, self.before_at(run.progress)
+        at = run.progress
         if COUNTERS[self._bound[0]].read(at) < self._bound[1]:
             self.times_due += self._answer
             return self._answer
-        now = reading(at, at, self.on, self.units)
+        now, before = reading(at, at, self.on, self.units), self.before_at(at)
         if "time" in self.units:
             now.counts["time"] = before.counts["time"] + 1
         if "s" in self.units and now.counts["step"] == before.counts["step"]:  # the clock is read once a step
@@ -246,7 +246,7 @@ class Trigger:
         return self.before or reading(at.origin, at, self.on, self.units, begun=False)
 
     def leave_out_the_past(self, at: Progress) -> None:
-        """Have the points that the run has passed not be due: the listeners come to a run under way."""
+        """Have the points that the run has passed not be due: the listeners join a run that has begun."""
         self.before = self.before or reading(at, at, self.on, self.units, begun=False)
 
     def enter_epoch(self, at: Progress) -> None:
