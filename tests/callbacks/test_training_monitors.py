@@ -129,6 +129,10 @@ def test_a_limit_inside_an_epoch_is_judged_by_checkpoint_alone_so_that_a_longer_
 def test_a_name_that_the_training_does_not_log_is_an_error() -> None:
     with pytest.raises(MonitorError, match=r"will log only \['train/loss'\]. Did you mean 'train/loss'\?"):
         trainer(EarlyStopping("train/los", "min"), compute_loss=supervised(nn.MSELoss()))
+    with pytest.raises(MonitorError, match=r"will log only \['train/loss'\]. Add it to LogTraining"):
+        trainer(EarlyStopping("train/lr", "min"), compute_loss=supervised(nn.MSELoss()))
+    with pytest.raises(ValueError, match=r"Did you mean 'train/loss', which needs no mode\?"):
+        EarlyStopping("train/los", patience=3)
     with pytest.raises(MonitorError, match=r"logged only \['train/grown', 'train/loss'\]. Did you mean 'train/grown'\?"):
         trainer(EarlyStopping("train/grow", "max")).fit()
     with pytest.raises(MonitorError, match=r"LogTraining\(outputs=..., metrics=...\)"):

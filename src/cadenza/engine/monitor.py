@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Literal, TypeGuard, cast
 
 import torch
@@ -46,9 +47,14 @@ def watched_and_mode(monitor: Watched | Pair, mode: Mode | None, *, owner: str) 
     if own is None:
         raise ValueError(
             f"{owner} needs mode='min' or mode='max', the direction in which {watched!r} is better; got none. Write "
-            f"{owner}({watched!r}, 'min')."
+            f"{owner}({watched!r}, 'min').{_misspelled_loss(watched)}"
         )
     return watched, own
+
+
+def _misspelled_loss(watched: Watched) -> str:
+    source, result = re.fullmatch(r"(?:(.*)[/_.-])?(.*)", name_of(watched), re.DOTALL).groups("train")
+    return f" Did you mean {f'{source}/loss'!r}, which needs no mode?" if nearest(result, ["loss"]) else ""
 
 
 def is_pair(monitor: object) -> TypeGuard[Pair]:
@@ -164,15 +170,10 @@ class Monitor:
         if isinstance(evaluations, Mapping) and any(evaluation.own_names for evaluation in evaluations.values()):
             return
         if isinstance(self.watched, str) and self.watched.partition("/")[0] not in known:
-            name, _, rest = self.watched.partition("/")
-            name, rest = _parted(name) if not rest else (name, rest)
-            alike = [item for item in known or ["eval"] if nearest(name, [item], cutoff=0.5)] if rest else known[:1]
-            meant = f" Did you mean {f'{alike[0]}/{rest or name}'!r}?" if len(alike) == 1 else ""
-            trained = ", which the training logs" if name == "train" else ""
             raise MonitorError(
-                f"{self.owner} watches {self.watched!r}{trained}, but no evaluation will report it: there is "
+                f"{self.owner} watches {self.watched!r}, but no evaluation will report it: there is "
                 f"{', '.join(repr(f'{item}/...') for item in known) or 'none'}. Add Evaluate(loader, name=...) to "
-                f"callbacks, or watch a name of one that is there.{meant}"
+                f"callbacks, or watch a name of one that is there.{_meant(self.watched, known)}"
             )
 
     def update(self, run: Run, value: float) -> bool:
@@ -236,9 +237,11 @@ def is_trained(monitor: Monitor, hooks: Hooks, evaluations: Container[str], *, a
     known += [f"{log.prefix}/loss" for log in logs if log.outputs is None]
     named = any(monitor.name == name or monitor.name.startswith(f"{name}/") for name in known)  # a metric may be a mapping
     if not named and (alone or all(log.outputs is not None for log in logs)):
+        prefix, _, result = monitor.name.partition("/")
+        alike = nearest(result, [name.partition("/")[2] for name in known]).replace("'", f"'{prefix}/", 1)
         raise MonitorError(
-            f"{monitor.owner} watches {monitor.name!r}, but the training will log only {known}.{nearest(monitor.name, known)} "
-            "Add it to LogTraining(outputs=..., metrics=...), or watch a name of an evaluation."
+            f"{monitor.owner} watches {monitor.name!r}, but the training will log only {known}.{alike} "
+            "Add it to LogTraining(outputs=..., metrics=...), or watch a result of an evaluation."
         )
     return True
 
@@ -282,10 +285,21 @@ def judge_training(run: Run, prefix: str, sums: Mapping[str, tuple[Any, Any]], *
     hooks.call(due, run, reported)
 
 
-def _parted(name: str) -> tuple[str, str]:
-    """Return the name of the evaluation and of the result in a name such as ``val_loss``, of other trainers."""
-    found = re.fullmatch(r"(val|valid|validation|eval|test|dev)[_-](\w+)", name)
-    return (found[1], found[2]) if found else (name, "")
+def _meant(watched: str, evaluations: Sequence[str]) -> str:
+    """Return ``" Did you mean 'eval/loss'?"`` for a name such as ``"loss"`` or ``"val_loss"``, or nothing."""
+    of_evaluation, of_training = r"(?:val|valid|validation|eval|test|dev)", r"train(?:ing)?"
+    parts = re.fullmatch(rf"({of_evaluation}|{of_training})[_.-](\w+)", watched)
+    source, result = parts.groups() if parts else (watched.partition("/")[0::2] if "/" in watched else ("", watched))
+    known = list(evaluations) or ["eval"]
+    if re.fullmatch(of_training, source):
+        source = "train"
+    elif len(known) == 1 and re.fullmatch(of_evaluation, source):
+        source = known[0]
+    elif source:
+        source = next(iter(get_close_matches(source, [*known, "train"], n=1, cutoff=0.5)), "")
+    else:
+        source = "train" if result == "loss" and not evaluations else known[0]
+    return f" Did you mean {meant!r}?" if source and (meant := f"{source}/{result}") != watched else ""
 
 
 def _may_report(evaluations: Iterable[Evaluation], watched: str) -> bool:
