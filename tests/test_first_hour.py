@@ -17,6 +17,7 @@ import cadenza
 from cadenza import At, Callback, Run, Trainer, on, supervised
 from cadenza.callbacks import Checkpoint, ClipGradients, EarlyStopping, LearningRate, LogTraining
 from cadenza.errors import CheckpointError
+from cadenza.sinks import JsonLines
 from cadenza.testing import tiny_trainer
 
 GENERATOR = torch.Generator().manual_seed(0)
@@ -104,6 +105,16 @@ def test_a_checkpoint_without_a_directory_is_an_error_where_the_trainer_is_made(
     with pytest.raises(ValueError, match="Checkpoint needs a folder"):
         trainer(Checkpoint())
     assert trainer(Checkpoint(directory=tmp_path)).fit().progress.step == 20
+
+
+@pytest.mark.parametrize("make", [lambda: tiny_trainer(directory=""), lambda: Checkpoint(directory=" "), lambda: JsonLines("")])
+def test_an_empty_path_is_an_error_and_not_the_current_folder(
+    make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r"expected the path of a folder or a file; got '.?'\. Give its name, or '\.'"):
+        make()
+    assert not list(tmp_path.iterdir())
 
 
 def test_an_error_before_the_first_step_is_at_the_start() -> None:

@@ -22,8 +22,17 @@ def is_local(path: str) -> bool:
 
 
 def local_text(path: str | PathLike[str]) -> str:
-    """Return a local path or a URL as a text, with the home directory as in `local_path`."""
+    """Return a local path or a URL as a text, with the home directory as in `local_path`.
+
+    Raises:
+        TypeError: `path` is not a path.
+        ValueError: `path` is empty, as an unset variable is, and would name the current folder.
+    """
     if not isinstance(path, str | PathLike):
         kind = type(path).__name__
         raise TypeError(f"expected a path, a str or os.PathLike; got {kind}. The directory of a run is run.info.directory.")
-    return os.path.expanduser(os.fspath(path))  # Path.expanduser raises for "~unknown", a valid file name
+    if not (text := os.fspath(path)).strip():
+        raise ValueError(
+            f"expected the path of a folder or a file; got {text!r}. Give its name, or '.' for the current folder."
+        )
+    return os.path.expanduser(text)  # Path.expanduser raises for "~unknown", a valid file name
