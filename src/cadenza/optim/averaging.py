@@ -48,37 +48,23 @@ class Average(AveragedModel):
         for parameter in self.module.parameters():
             if parameter.dtype in (torch.float16, torch.bfloat16):
                 parameter.data = parameter.data.float()
-        self._pairs: tuple[nn.Module, _Pairs] | None = None
-        self._updates: int | None = 0
+        self._pairs: _Pairs | None = None
 
     @property
     def updates(self) -> int:
         """The number of updates."""
-        if self._updates is None:
-            self._updates = int(self.n_averaged)  # on the host
-        return self._updates
+        return int(self.n_averaged) if self._pairs is None else self._pairs.updates
 
-    @torch.no_grad()
     def update_parameters(self, model: nn.Module, weight_of_new: float = 1.0) -> None:
         """Add the weights of `model` to the average. The first update copies them; later ones have this weight."""
-        if self._pairs is None or self._pairs[0] is not model:
-            self._pairs = (model, _Pairs(self.module, model))
-        pairs = self._pairs[1]
-        updates = self.updates
-        if updates and pairs.averaged:
-            pairing = zip(pairs.averaged, pairs.current, strict=True)
-            current = [new if new.dtype is old.dtype else new.to(old.dtype) for old, new in pairing]  # `to` costs 1 us
-            torch._foreach_lerp_(pairs.averaged, current, weight_of_new)
-        else:
-            _copy(pairs.averaged, pairs.current)
-        pairs.fit_buffers()
-        _copy(*pairs.copied())
-        self.n_averaged.add_(1)  # `+=` would assign the buffer to the module anew
-        self._updates = updates + 1
+        if self._pairs is None or self._pairs.model is not model:
+            self._pairs = _Pairs(self.module, model, self.n_averaged)
+        with torch.no_grad():
+            self._pairs.update(weight_of_new)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Restore a state that ``state_dict`` returned, also on another number of ranks."""
-        self._updates = None  # read again from `n_averaged`
+        self._pairs = None
         return super().load_state_dict(fitted(self, state_dict), strict, assign)
 
     @torch.no_grad()
@@ -191,7 +177,7 @@ class Averaging(Callback):
 class _Pairs:
     """The pairs of tensors of an average and its model. They are found once: the search takes longer than the update."""
 
-    def __init__(self, average: nn.Module, model: nn.Module) -> None:
+    def __init__(self, average: nn.Module, model: nn.Module, counter: Tensor) -> None:
         averaged, current = list(average.parameters()), list(model.parameters())
         if len(averaged) != len(current):
             raise RuntimeError(
@@ -199,26 +185,40 @@ class _Pairs:
                 "changed the model after on_setup. Change it before the run, or in on_setup of a callback before the average."
             )
         pairs = list(zip(averaged, current, strict=True))
+        self.model, self.counter, self.updates = model, counter, int(counter)  # on the host
         self._others = [pair for pair in pairs if not _can_be_averaged(pair[0])]
-        self.averaged: list[Tensor] = locals_of(old for old, _ in pairs if _can_be_averaged(old))
-        self.current: list[Tensor] = locals_of(new for old, new in pairs if _can_be_averaged(old))
+        self._averaged: list[Tensor] = locals_of(old for old, _ in pairs if _can_be_averaged(old))
+        self._current: list[Tensor] = locals_of(new for old, new in pairs if _can_be_averaged(old))
         # Names, not tensors: a module may replace a buffer by a new tensor.
         self._buffers = [
             (old, new, name) for old, new in zip(average.modules(), model.modules(), strict=True) for name in new._buffers
         ]
 
-    def fit_buffers(self) -> None:
-        """Give each buffer of the average the shape of the model's, which may change in training."""
+    def update(self, weight_of_new: float) -> None:
+        """Update the average, the buffers and the counter."""
+        if self.updates and self._averaged:
+            pairing = zip(self._averaged, self._current, strict=True)
+            current = [new if new.dtype is old.dtype else new.to(old.dtype) for old, new in pairing]  # `to` costs 1 us
+            torch._foreach_lerp_(self._averaged, current, weight_of_new)
+        else:
+            _copy(self._averaged, self._current)
+        if self._buffers or self._others:
+            self._copy_others()
+        self.counter.add_(1)
+        self.updates += 1
+
+    def _copy_others(self) -> None:
+        """Copy buffers, and parameters of whole numbers. The shape of a buffer may change in training."""
+        pairs = [*self._others]
         for old, new, name in self._buffers:
             source, target = new._buffers[name], old._buffers.get(name)
-            if source is not None and (target is None or target.shape != source.shape):
+            if source is None:
+                continue
+            if target is None or target.shape != source.shape:
                 set_buffer(old, name, source.detach().clone())
-
-    def copied(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the tensors to copy into, and their sources: buffers, and parameters of whole numbers."""
-        buffers = ((old._buffers.get(name), new._buffers[name]) for old, new, name in self._buffers)
-        pairs = [*self._others, *((old, new) for old, new in buffers if old is not None and new is not None)]
-        return [old for old, _ in pairs], [new for _, new in pairs]
+            else:
+                pairs.append((target, source))
+        _copy([old for old, _ in pairs], [new for _, new in pairs])
 
 
 def _can_be_averaged(tensor: Tensor) -> bool:
