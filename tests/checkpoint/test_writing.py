@@ -25,7 +25,7 @@ from cadenza.checkpoint.store import Content, Saved, Store
 from cadenza.checkpoint.store.files import _DTYPES, FORMAT_ERRORS, Facts, LocalFiles, SummedFile, facts_of, pieces, read_tensors
 from cadenza.checkpoint.writer import Attempts, Save
 from cadenza.drivers.agreeing import Meeting
-from cadenza.errors import StateError
+from cadenza.errors import CheckpointDamagedError, StateError
 from cadenza.status.plain import same
 from cadenza.status.progress import Counters
 from cadenza.testing import tiny_run
@@ -458,6 +458,20 @@ def test_a_checksum_that_fails_beside_the_write_is_its_error(tmp_path: Path, mon
     monkeypatch.setattr(zlib, "crc32", fail)
     with pytest.raises(MemoryError, match="no memory left"):
         LocalFiles(tmp_path).write_tensors("large", {"a": torch.zeros(2_000_000)})
+
+
+def test_the_checksum_of_a_large_file_is_verified_while_it_is_read_and_its_thread_ends(tmp_path: Path) -> None:
+    store = Store(tmp_path, "r1")
+    saved = store.write(Content.of({"a": torch.randn(2_000_000)}, {}, {"step": 1, "reason": "a test", "exact": True}))
+    assert store.read(saved).model["a"].shape == (2_000_000,)
+    file = tmp_path / saved.name / "model.safetensors"
+    for at, message in ((5_000_000, "has changed since it was written"), (9, "has changed since it was written")):
+        content = bytearray(file.read_bytes())
+        content[at] ^= 1
+        file.write_bytes(content)
+        with pytest.raises(CheckpointDamagedError, match=message):
+            store.read(saved)
+    assert not [thread for thread in threading.enumerate() if thread.name == "cadenza-checksum"]
 
 
 # -- safetensors files, written and read in one pass: the bytes are those of the safetensors package ---

@@ -29,7 +29,7 @@ ROOMS = """
 room         lines  files  arrows
 front doors    853      9      14
 text            96      2       1
-status        1214     12       1
+status        1216     12       1
 files          388      5       0
 profiling      341      3       1
 loading       2638     14       2
@@ -39,14 +39,14 @@ drivers       2146     15       5
 optim         1311     11       6
 sinks         1201     10       7
 engine        4968     21      10
-checkpoint    3898     16      10
+checkpoint    3903     16      10
 callbacks     3134     31      15
 loops         1035      5      12
 testing        977      6      14
 commands       687      8      11
 report        2273     24       8
 steering      1313     14       9
-timetravel    3020     18      21
+timetravel    3022     18      21
 compat       24724    317      18
 trackers      1441     11       9
 """
@@ -58,8 +58,8 @@ WINGS = ("compat", "report", "steering", "timetravel", "trackers")
 SUMS = """
 sum                             core   wings
 files                            189     384
-lines                          28282   32771
-words                         197668  221028
+lines                          28289   32773
+words                         197728  221044
 words a line                    6.99    6.74
 data files and long literals     428     794
 modules under 30 lines            10      47

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 MASK = "***"
@@ -34,6 +35,7 @@ def is_secret(name: str) -> bool:
     return bool(parts) and (parts[-1] in _ENDINGS or "-".join(parts).endswith(_KEYS))
 
 
+@lru_cache(256)  # a run writes the same texts several times
 def masked_text(text: str) -> str:
     """Return a text without known keys, users of URLs, and values of secret names: behind ``=``, ``:``, or an option.
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from cadenza.checkpoint.store.files import FORMAT_ERRORS, LocalFiles, SummedFile, read_tensors
+from cadenza.checkpoint.store.files import FORMAT_ERRORS, LocalFiles, Sum, SummedFile, read_tensors
 from cadenza.checkpoint.store.reading import check, count, or_none, parsed
 from cadenza.errors import CheckpointDamagedError, CheckpointError, CheckpointFormatError, StateError
 from cadenza.files.disk import open_regular, read_object
@@ -112,9 +113,10 @@ def read_capsule(path: str | PathLike[str]) -> CapsuleContent:
     folder = capsule_at(path)
     content = _content(folder)
     try:
-        with open_regular(folder / _TENSORS, follow=False) as file:
-            summed = SummedFile(file)
-            tensors = read_tensors(summed, (folder / _TENSORS).stat().st_size)
+        size = (folder / _TENSORS).stat().st_size
+        with open_regular(folder / _TENSORS, follow=False) as file, closing(Sum.of_size(size)) as total:
+            summed = SummedFile(file, total)
+            tensors = read_tensors(summed, size)
             found = summed.rest()
     except OSError as error:
         raise CheckpointDamagedError(f"the capsule {str(folder)!r} cannot be read: {error}") from None

@@ -16,7 +16,7 @@ from contextlib import closing, suppress
 from functools import partial
 from io import BytesIO
 from pathlib import Path
-from queue import SimpleQueue
+from queue import Queue
 from typing import Any, BinaryIO
 
 import torch
@@ -75,8 +75,8 @@ class LocalFiles:
         self, path: str, tensors: dict[str, Tensor], header: dict[str, str] | None = None, later: Unflushed | None = None
     ) -> Facts:
         """Write a safetensors file. Raises OSError."""
-        large = sum(tensor.nbytes for tensor in tensors.values()) > 4 * CHUNK  # else a thread costs more than it saves
-        return self._write(path, pieces(tensors, header), later, SumBeside() if large else Sum())
+        total = Sum.of_size(sum(tensor.nbytes for tensor in tensors.values()))
+        return self._write(path, pieces(tensors, header), later, total)
 
     def _write(
         self, path: str, content: Iterable[bytes | memoryview], later: Unflushed | None = None, total: Sum | None = None
@@ -407,6 +407,11 @@ class Sum:
     def close(self) -> None:
         """Return when all bytes are added."""
 
+    @classmethod
+    def of_size(cls, size: int) -> Sum:
+        """Return a sum of so many bytes. A thread computes that of a large file; for others it costs more than it saves."""
+        return SumBeside() if size > 4 * CHUNK else Sum()
+
     @property
     def facts(self) -> Facts:
         """Size and checksum of the bytes so far."""
@@ -414,14 +419,14 @@ class Sum:
 
 
 class SumBeside(Sum):
-    """A `Sum` that a thread of its own computes, while the caller writes the same bytes. They must not change until `close`.
+    """A `Sum` that a thread computes while the caller reads or writes. The bytes must not change until `close`.
 
-    `close` raises the error of the thread.
+    `close` raises the error of the thread. The thread is at most 8 pieces behind.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._chunks: SimpleQueue[bytes | memoryview | None] = SimpleQueue()
+        self._chunks: Queue[bytes | memoryview | None] = Queue(8)
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._add_all, name="cadenza-checksum")
         self._thread.start()
@@ -436,11 +441,11 @@ class SumBeside(Sum):
             raise self._error
 
     def _add_all(self) -> None:
-        try:
-            while (chunk := self._chunks.get()) is not None:
+        while (chunk := self._chunks.get()) is not None:
+            try:
                 super().add(chunk)
-        except Exception as error:  # such as a lack of memory
-            self._error = error
+            except Exception as error:  # such as a lack of memory
+                self._error = error
 
 
 def facts_of(content: bytes) -> Facts:
@@ -452,17 +457,22 @@ def facts_of(content: bytes) -> Facts:
     return {"size": len(content), "crc32": f"{zlib.crc32(content):08x}"}
 
 
-class SummedFile(Sum):
-    """An open file, with the size and the checksum of the bytes that were read."""
+class SummedFile:
+    """An open file, with the size and the checksum of the bytes that were read.
 
-    def __init__(self, file: BinaryIO) -> None:
-        super().__init__()
+    Args:
+        file: The file, at its beginning.
+        total: Sums the bytes; the caller closes it.
+    """
+
+    def __init__(self, file: BinaryIO, total: Sum | None = None) -> None:
         self._file: Any = file
+        self._total = Sum() if total is None else total
 
     def read(self, count: int = -1) -> bytes:
         """Read at most so many bytes; all that are left without a count."""
         content: bytes = self._file.read(count)
-        self.add(content)
+        self._total.add(content)
         return content
 
     def fill(self, tensor: Tensor) -> None:
@@ -475,13 +485,14 @@ class SummedFile(Sum):
             piece = memory[start : start + CHUNK]
             if self._file.readinto(piece) < len(piece):
                 raise ValueError("the file ends before its last tensor")
-            self.add(piece)
+            self._total.add(piece)
 
     def rest(self) -> Facts:
         """Read to the end; return the size and the checksum of the whole file."""
         while self.read(CHUNK):
             pass
-        return self.facts
+        self._total.close()
+        return self._total.facts
 
 
 FORMAT_ERRORS = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError)

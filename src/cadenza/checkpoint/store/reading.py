@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from functools import cached_property, partial
 from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
-from cadenza.checkpoint.store.files import FORMAT_ERRORS, Facts, Files, SummedFile, checked_shape, read_tensors
+from cadenza.checkpoint.store.files import FORMAT_ERRORS, Facts, Files, Sum, SummedFile, checked_shape, read_tensors
 from cadenza.checkpoint.store.manifest import FILES, INDEX, PARTS, files_in
 from cadenza.checkpoint.store.shards import MODEL, RANK, STATE, Stored, dtype_of, files_by_rank, part_file, split_of, stored_in
 from cadenza.errors import CheckpointDamagedError, CheckpointFormatError
@@ -186,8 +187,8 @@ class Folder:
         """Return what `read` makes of a file. Its error counts only if the file is unchanged."""
         problem: Exception | None = None
         try:
-            with self._files.open(f"{self._name}/{file}") as opened:
-                summed = SummedFile(opened)
+            with self._files.open(f"{self._name}/{file}") as opened, closing(Sum.of_size(facts["size"])) as total:
+                summed = SummedFile(opened, total)
                 try:
                     content = read(summed)
                 except _WRONG as error:
