@@ -392,11 +392,11 @@ def probe(store: Store) -> None:
     files, folder = store.files, store.hidden("tmp", "step-00000000")
     names = [folder]
     try:
-        files.make(folder)
+        files.make(folder, lasting=False)
         files.write_tensors(f"{folder}/{uuid.uuid4().hex}.safetensors", {"probe": torch.zeros(1)})
         if files.atomic:
             names.append(store.hidden("trash", "step-00000000"))
-            files.rename(*names)
+            files.hide({folder: names[1]})
     except ImportError as error:
         raise MissingExtraError(error.name or str(error), needed_by="Checkpoint") from error
     except Exception as error:  # each storage raises its own kinds of errors
