@@ -53,8 +53,9 @@ def watched_and_mode(monitor: Watched | Pair, mode: Mode | None, *, owner: str) 
 
 
 def _misspelled_loss(watched: Watched) -> str:
-    source, result = re.fullmatch(r"(?:(.*)[/_.-])?(.*)", name_of(watched), re.DOTALL).groups("train")
-    return f" Did you mean {f'{source}/loss'!r}, which needs no mode?" if nearest(result, ["loss"]) else ""
+    *source, result = re.split(r"[/_.-]", name_of(watched))
+    meant = f"{source[0] if source else 'train'}/loss"
+    return f" Did you mean {meant!r}, which needs no mode?" if nearest(result, ["loss"]) else ""
 
 
 def is_pair(monitor: object) -> TypeGuard[Pair]:

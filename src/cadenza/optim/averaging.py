@@ -209,7 +209,7 @@ class _Pairs:
 
     def _copy_others(self) -> None:
         """Copy buffers, and parameters of whole numbers. The shape of a buffer may change in training."""
-        pairs = [*self._others]
+        pairs: list[tuple[Tensor, Tensor]] = [*self._others]
         for old, new, name in self._buffers:
             source, target = new._buffers[name], old._buffers.get(name)
             if source is None:
