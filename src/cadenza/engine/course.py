@@ -15,7 +15,7 @@ from cadenza.hooks.counting import COUNTERS, Length, exchanged
 from cadenza.hooks.dispatch import Hooks
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback, Moment
-from cadenza.hooks.schedule import Every, lengths_in
+from cadenza.hooks.schedule import Every, has_function
 from cadenza.status.formats import counted, plural
 from cadenza.status.progress import Accumulation, Progress
 
@@ -251,10 +251,10 @@ def _why_unknown(listener: Listener, limits: Progress, changes: set[str], *, siz
     """
     assert listener.schedule is not None
     listener.schedule.check(limits)
-    lengths, counting = lengths_in(listener.schedule), listener.counting
-    if lengths is None:
+    if has_function(listener.schedule):
         return "a function decides"
-    units, unit = {length.unit for length in lengths}, counting.unit
+    counting = listener.counting
+    units, unit = {length.unit for length in listener.schedule.lengths}, counting.unit
     if "s" in units:
         return "time decides"
     if not limits.has_epochs and not (unit == "step" and units <= {"step", "%", "token"}):

@@ -173,7 +173,8 @@ class Trigger:
         self.schedule: Schedule = schedule
         self.moments: tuple[str, ...] = tuple(moments)
         self.on: Counting = on
-        self.units: set[str] = schedule.units - {"epoch", "step", "batch"}  # which each reading has
+        # each reading has epochs, steps and batches
+        self.units: set[str] = {length.measure for length in schedule.lengths} - {"epoch", "step", "batch"}
         self.functions: dict[When, Callable[[Run], bool]] = {
             leaf: self._asks(leaf) for leaf in schedule.leaves() if isinstance(leaf, When)
         }
@@ -249,16 +250,16 @@ class Trigger:
         """Have the points that the run has passed not be due: the listeners join a run that has begun."""
         self.before = self.before or reading(at, at, self.on, self.units, begun=False)
 
-    def enter_epoch(self, at: Progress) -> None:
-        """Ask a schedule in parts of an epoch anew: the epoch before may have ended early."""
-        if self.before is not None and "fraction" in self.units and self.before.counts["epoch"] < at.epoch:
-            self.ask_anew()
+    def end_epoch(self, at: Progress, *, changed: bool) -> None:
+        """Ask a schedule in parts of an epoch anew, which may have ended early; and each one if the run has another length now.
 
-    def change_length(self, at: Progress) -> None:
-        """Have parts of an epoch that ended early not be due any more: the run has another length now."""
-        if self.before is not None and self.before.counts["epoch"] < at.epoch:
-            self.before = self.before._replace(in_epoch=1, batches=1)
-        self.ask_anew()
+        Then the parts of the epoch that was left early are not due any more.
+        """
+        entered = self.before is not None and self.before.counts["epoch"] < at.epoch
+        if entered and changed:
+            self.before = self.before_at(at)._replace(in_epoch=1, batches=1)
+        if changed or (entered and "fraction" in self.units):
+            self.ask_anew()
 
     # -- functions of the user ---------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
@@ -106,15 +106,9 @@ class Schedule(ABC):
         yield self
 
     @property
-    def lengths(self) -> list[Length]:
-        """The lengths in it."""
-        named = ((leaf, name) for leaf in self.leaves() for name in getattr(leaf, "__dataclass_fields__", ()))
-        return [value for leaf, name in named if isinstance(value := getattr(leaf, name), Length)]
-
-    @property
-    def units(self) -> set[str]:
-        """The units in which its lengths are read."""
-        return {length.measure for length in self.lengths}
+    def lengths(self) -> Sequence[Length]:
+        """The lengths in it; none in a function."""
+        return ()
 
     @property
     def only_epochs(self) -> bool:
@@ -165,13 +159,30 @@ Interval = int | str | Schedule | Callable[["Run"], bool]
 
 
 @dataclass(frozen=True, slots=True, repr=False, init=False)
-class OfLength(Schedule):
+class _OfLengths(Schedule):
+    """A schedule that is made of lengths."""
+
+    lengths: tuple[Length, ...]
+
+    def counting(self, unit: Unit) -> Self:
+        return type(self)(*(length.of(unit) for length in self.lengths))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(repr(length.text) for length in self.lengths)})"
+
+
+class OfLength(_OfLengths):
     """A schedule that has one length: the base class of `Every`, `At`, `First` and `Last`."""
 
-    length: Length
+    __slots__ = ()
 
     def __init__(self, length: int | str | Length) -> None:
-        object.__setattr__(self, "length", Length.parse(length))
+        object.__setattr__(self, "lengths", (Length.parse(length),))
+
+    @property
+    def length(self) -> Length:
+        """The length."""
+        return self.lengths[0]
 
     @property
     def count(self) -> Fraction | int:
@@ -182,12 +193,6 @@ class OfLength(Schedule):
     def unit(self) -> Unit:
         """The unit; empty for a bare number."""
         return self.length.unit
-
-    def counting(self, unit: Unit) -> Self:
-        return self if self.unit else replace(self, length=self.length.of(unit))
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.length.text!r})"
 
 
 class Every(OfLength):
@@ -253,7 +258,7 @@ class At(Every):
 
     def reached(self, progress: Progress) -> bool:
         """Return whether a run is at this point, or after it."""
-        return self._passed(reading(progress, progress, STEP_END, self.units)) > 0
+        return self._passed(reading(progress, progress, STEP_END, (self.length.measure,))) > 0
 
     def __str__(self) -> str:
         count, unit = self.length.count, self.length.unit
@@ -360,8 +365,7 @@ class Last(First):
         return (unit, math.inf if total is None else total - count), None
 
 
-@dataclass(frozen=True, slots=True, repr=False, init=False)
-class Between(_Window):
+class Between(_Window, _OfLengths):
     """Due each time after `start` and until `end`, which is included: ``(start, end]``.
 
     Args:
@@ -375,36 +379,30 @@ class Between(_Window):
     between 1000 and 5000 steps - between 1 epoch and 50%
     """
 
-    start: Length
-    end: Length
+    __slots__ = ()
 
     def __init__(self, start: int | str | Length, end: int | str | Length) -> None:
         first, last = Length.parse(start, zero=True), Length.parse(end)
         if first.unit == last.unit and first.count >= last.count:
             raise ScheduleError(f"Between({first.text!r}, {last.text!r}) is empty: the second point must be after the first.")
-        object.__setattr__(self, "start", first)
-        object.__setattr__(self, "end", last)
-
-    def counting(self, unit: Unit) -> Between:
-        return Between(self.start.of(unit), self.end.of(unit))
+        object.__setattr__(self, "lengths", (first, last))
 
     def never(self, limits: Progress, accumulate: int, on: Counting = STEP_END) -> str | None:
-        start = self.start
+        start, _ = self.lengths
         if not start.whole or start.unit not in ("step", "batch", "epoch"):
             return too_late(start, limits, accumulate)
         return too_late(replace(start, count=start.count + 1), limits, accumulate, begun=start.unit == "epoch")
 
     def _edges(self, now: Reading) -> tuple[Edge, Edge]:
-        return self.start.point, self.end.point
-
-    def __repr__(self) -> str:
-        return f"Between({self.start.text!r}, {self.end.text!r})"
+        start, end = self.lengths
+        return start.point, end.point
 
     def __str__(self) -> str:
-        start: object = self.start.text
-        if self.start.unit == self.end.unit and self.end.unit not in ("s", "%"):
-            start = f"{float(self.start.count):g}" if not self.start.whole else self.start.count
-        return f"between {start} and {self.end.text}"
+        first, last = self.lengths
+        start: object = first.text
+        if first.unit == last.unit and last.unit not in ("s", "%"):
+            start = f"{float(first.count):g}" if not first.whole else first.count
+        return f"between {start} and {last.text}"
 
 
 # -- functions --------------------------------------------------------------------------------------
@@ -473,10 +471,6 @@ class Composite(Schedule):
 
     operator: Literal["|", "&", "~"]
     parts: tuple[Schedule, ...]
-    _asked: list[Schedule] = field(init=False, compare=False)  # functions last: they are called only where they decide
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_asked", sorted(self.parts, key=has_function))
 
     @staticmethod
     def of(operator: Literal["|", "&"], schedule: Schedule, other: object) -> Composite:
@@ -493,7 +487,8 @@ class Composite(Schedule):
         return Composite(operator, tuple(chain(*nested)))
 
     def due(self, now: Reading, before: Reading) -> bool:
-        answers = (part.due(now, before) for part in self._asked)
+        asked = sorted(self.parts, key=has_function)  # functions last: they are called only where they decide
+        answers = (part.due(now, before) for part in asked)
         return not any(answers) if self.operator == "~" else (all if self.operator == "&" else any)(answers)
 
     def following(self, now: Reading) -> Sequence[Bound]:
@@ -521,6 +516,10 @@ class Composite(Schedule):
         return chain.from_iterable(part.leaves() for part in self.parts)
 
     @property
+    def lengths(self) -> Sequence[Length]:
+        return [length for part in self.parts for length in part.lengths]
+
+    @property
     def only_epochs(self) -> bool:
         return (any if self.operator == "&" else all)(part.only_epochs for part in self.parts)
 
@@ -537,13 +536,8 @@ class Composite(Schedule):
 
 
 def has_function(schedule: Schedule) -> bool:
-    """Return whether a function of the user is a part of a schedule."""
-    return any(isinstance(leaf, When) for leaf in schedule.leaves())
-
-
-def lengths_in(schedule: Schedule) -> list[Length] | None:
-    """Return all lengths in a schedule; None if it has other parts."""
-    return schedule.lengths if all(leaf.lengths for leaf in schedule.leaves()) else None
+    """Return whether a function is a part of a schedule: when it is due does not follow from counters alone."""
+    return not all(leaf.lengths for leaf in schedule.leaves())
 
 
 def brief_setting(value: object) -> str:
