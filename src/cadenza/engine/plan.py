@@ -85,8 +85,7 @@ class Plan:
         """Return what notebooks show."""
         from cadenza.status.markup import notebook_pre  # imported here: few runs are in a notebook
 
-        first, *lines = self.text().split("\n")
-        return notebook_pre(first, lines)
+        return notebook_pre(self.text())
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as plain data, for JSON."""

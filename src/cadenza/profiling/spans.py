@@ -113,24 +113,6 @@ class Profiler:
         step_fn: Whether a ``step_fn`` does the steps. Its time outside of ``run.backward`` and ``run.update`` is then a phase.
     """
 
-    __slots__ = (
-        "began",
-        "clock",
-        "current",
-        "events",
-        "gap",
-        "gap_began",
-        "host_reads",
-        "loop",
-        "opened",
-        "row",
-        "rows",
-        "since",
-        "spans",
-        "tracing",
-        "users",
-    )
-
     began: int
     gap_began: int
     since: int
@@ -336,8 +318,7 @@ class Timings:
         """Return what notebooks show."""
         from cadenza.status.markup import notebook_pre  # imported here: few runs are in a notebook
 
-        first, head, *rows = str(self).split("\n")
-        return notebook_pre(first, [head, *rows])
+        return notebook_pre(str(self))
 
     def __str__(self) -> str:
         rows = [(phase.name, phase.calls, phase.seconds) for phase in sorted(self.phases, key=_costly)]
