@@ -29,24 +29,24 @@ ROOMS = """
 room         lines  files  arrows
 front doors    820      9      14
 text            96      2       1
-status        1166     12       1
+status        1161     12       1
 files          384      5       0
-profiling      323      3       1
+profiling      319      3       1
 loading       2638     14       2
-records       1803     11       6
-hooks         1570     10       7
+records       1800     11       6
+hooks         1566     10       7
 drivers       2136     15       5
 optim         1311     11       6
-sinks         1185     10       7
-engine        4934     21      10
+sinks         1186     10       7
+engine        4929     21      10
 checkpoint    3898     16      10
 callbacks     3091     31      15
-loops         1035      5      12
-testing        959      6      14
+loops         1032      5      12
+testing        952      6      14
 commands       687      8      11
 report        2273     24       8
 steering      1306     14       9
-timetravel    3013     18      21
+timetravel    3014     18      21
 compat       24708    317      18
 trackers      1441     11       9
 """
@@ -58,9 +58,9 @@ WINGS = ("compat", "report", "steering", "timetravel", "trackers")
 SUMS = """
 sum                             core   wings
 files                            189     384
-lines                          28036   32741
-words                         196954  221000
-words a line                    7.03    6.75
+lines                          28006   32742
+words                         196728  221010
+words a line                    7.02    6.75
 data files and long literals     428     794
 modules under 30 lines            10      47
 """

@@ -246,8 +246,6 @@ def _sums_on_device(kept: Sequence[KeptLosses]) -> Sums:
     # A sum of float32 in float64 is exact, in any order, unless they differ widely. MPS has no float64.
     like = torch.zeros((), dtype=torch.float32 if like.device.type == "mps" else torch.float64, device=like.device)
     numbers = as_numbers(like, losses)
-    if not any(weights for _, _, weights, _ in kept):
-        return numbers.sum(), len(losses)
     factors = as_numbers(like, [weight for _, own, weights, _ in kept for weight in weights or [1.0] * len(own)])
     return weighted_sum(numbers, factors), factors.sum()
 

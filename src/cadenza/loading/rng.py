@@ -110,7 +110,7 @@ class RNGState(NamedTuple):
         """Return the RNG state as plain values and tensors. That of the device with the index `own` is the first."""
         numpy = _tuple_of(self.numpy) if isinstance(self.numpy, bytes) else self.numpy
         if isinstance(numpy, dict):  # no Mersenne twister
-            numpy = _without_arrays(numpy)
+            numpy = without_arrays(numpy)
         elif numpy is not None:
             name, keys, *rest = numpy
             numpy = (name, torch.tensor([*keys], dtype=torch.int64), *rest)
@@ -169,9 +169,10 @@ def _set_devices(states: Mapping[int, Tensor]) -> None:
                 module.set_rng_state(state, *((index,) if hasattr(module, "get_rng_state_all") else ()))  # MPS has one
 
 
-def _without_arrays(state: Any) -> Any:
+def without_arrays(state: Any) -> Any:
+    """Return the state of a generator of numpy with lists for arrays."""
     if isinstance(state, dict):
-        return {key: _without_arrays(value) for key, value in state.items()}
+        return {key: without_arrays(value) for key, value in state.items()}
     return state.tolist() if hasattr(state, "tolist") else state
 
 
