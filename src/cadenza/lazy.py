@@ -16,7 +16,7 @@ def contents(package: str) -> tuple[list[str], Callable[[str], Any], Callable[[]
     are modules of the package, ``from cadenza import sinks as sinks``, are not in ``__all__``.
     """
     with open(str(sys.modules[package].__file__), encoding="utf-8") as source:
-        lines = [words for words in map(str.split, source) if words[:1] == ["from"] and words[4:5] == ["as"]]
+        lines = [parts for parts in map(str.split, source) if parts[:1] == ["from"] and parts[4:5] == ["as"]]
     modules = [name for _, home, _, name, *_ in lines if home == package]
     home_of = {name: home for _, home, _, name, *_ in lines if home != package}
 

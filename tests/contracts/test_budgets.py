@@ -29,14 +29,14 @@ ROOMS = """
 room         lines  files  arrows
 front doors    820      9      14
 text            96      2       1
-status        1161     12       1
+status        1163     12       1
 files          384      5       0
 profiling      319      3       1
-loading       2638     14       2
-records       1800     11       6
+loading       2637     14       2
+records       1798     11       6
 hooks         1566     10       7
 drivers       2136     15       5
-optim         1311     11       6
+optim         1307     11       6
 sinks         1186     10       7
 engine        4929     21      10
 checkpoint    3898     16      10
@@ -58,9 +58,9 @@ WINGS = ("compat", "report", "steering", "timetravel", "trackers")
 SUMS = """
 sum                             core   wings
 files                            189     384
-lines                          28006   32742
-words                         196728  221010
-words a line                    7.02    6.75
+lines                          28001   32742
+words                         196705  221004
+words a line                    7.03    6.75
 data files and long literals     428     794
 modules under 30 lines            10      47
 """

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from cadenza.status.formats import mapped
+
 
 def derive_seed(*parts: int) -> int:
     """Return a seed of 63 bits that is derived from `parts`, with the mixing function of splitmix64 (Steele et al. 2014).
@@ -171,9 +173,7 @@ def _set_devices(states: Mapping[int, Tensor]) -> None:
 
 def without_arrays(state: Any) -> Any:
     """Return the state of a generator of numpy with lists for arrays."""
-    if isinstance(state, dict):
-        return {key: without_arrays(value) for key, value in state.items()}
-    return state.tolist() if hasattr(state, "tolist") else state
+    return mapped(state, lambda part: part.tolist() if hasattr(part, "tolist") else part)
 
 
 @contextmanager

@@ -6,20 +6,27 @@ import math
 import shutil
 import textwrap
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, TextIO
 
 
+def mapped(value: Any, leaf: Callable[[Any], Any]) -> Any:
+    """Return nested mappings, lists and tuples as dicts and lists, with ``leaf(value)`` for each value in them."""
+    if isinstance(value, Mapping):
+        return {name: mapped(item, leaf) for name, item in value.items()}
+    return [mapped(item, leaf) for item in value] if isinstance(value, list | tuple) else leaf(value)
+
+
 def in_json(value: Any) -> Any:
     """Return plain values for strict JSON: a number that is not finite becomes text, as in ``metrics.jsonl``."""
-    if isinstance(value, Mapping):
-        return {name: in_json(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [in_json(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    return value
+    return mapped(value, _finite_or_text)
+
+
+def _finite_or_text(value: Any) -> Any:
+    if not isinstance(value, float) or math.isfinite(value):
+        return value
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
 
 
 def counted(count: int, text: str, many: str = "") -> str:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Final, Literal, Self
 
 from cadenza.status.formats import counted
 
@@ -95,6 +95,7 @@ class Counters:
 
 
 def _read(name: str) -> Any:
+    """Return a property that reads an attribute. `Final` says to type checkers that it cannot be set."""
     return property(attrgetter(name))
 
 
@@ -140,25 +141,25 @@ class Progress:
 
     # -- counters: completed, in all ---------------------------------------------------------------
 
-    epoch: int = _read("_epoch")
+    epoch: Final[int] = _read("_epoch")
     """Whole passes over the training loader."""
 
-    has_epochs: bool = _read("_has_epochs")
+    has_epochs: Final[bool] = _read("_has_epochs")
     """Whether epochs are counted: not in a loop of ``cadenza.attach``."""
 
-    step: int = _read("_step")
+    step: Final[int] = _read("_step")
     """Updates of the weights."""
 
-    batch: int = _read("_batch")
+    batch: Final[int] = _read("_batch")
     """Batches trained on, in all."""
 
-    batch_in_epoch: int = _read("_batch_in_epoch")
+    batch_in_epoch: Final[int] = _read("_batch_in_epoch")
     """Batches trained on in the current epoch; 0 again when the epoch is complete."""
 
-    samples: int = _read("_samples")
+    samples: Final[int] = _read("_samples")
     """Samples trained on, in all: of each batch as many as its outputs, its loader or its first tensor say."""
 
-    tokens: int = _read("_tokens")
+    tokens: Final[int] = _read("_tokens")
     """Tokens trained on, in all: of each batch as many as ``outputs["tokens"]`` or ``Trainer(tokens=...)`` say; else 0."""
 
     @staticmethod
@@ -168,25 +169,25 @@ class Progress:
 
     # -- limits: None if there is none, or it is not known -----------------------------------------
 
-    max_epochs: int | None = _read("_max_epochs")
+    max_epochs: Final[int | None] = _read("_max_epochs")
     """The run ends after this many epochs."""
 
-    max_steps: int | None = _read("_max_steps")
+    max_steps: Final[int | None] = _read("_max_steps")
     """The run ends after this many steps, also inside an epoch."""
 
-    max_tokens: int | None = _read("_max_tokens")
+    max_tokens: Final[int | None] = _read("_max_tokens")
     """The run ends with the step in which this many tokens are reached, also inside an epoch."""
 
-    batches_per_epoch: int | None = _read("_batches_per_epoch")
+    batches_per_epoch: Final[int | None] = _read("_batches_per_epoch")
     """Batches of each rank in one pass over the loader; None if the loader does not say.
 
     In an epoch that another number of ranks began: those they did, and those that are left.
     """
 
-    batches_per_whole_epoch: int | None = _read("_batches_per_whole_epoch")
+    batches_per_whole_epoch: Final[int | None] = _read("_batches_per_whole_epoch")
     """Batches of each rank in an epoch that as many ranks do from its beginning; None if the loader does not say."""
 
-    batches_said: int | None = _read("_batches_said")
+    batches_said: Final[int | None] = _read("_batches_said")
     """Batches of each rank in a whole epoch by the loader's own length, which may be wrong; see `correct`."""
 
     @property
@@ -306,7 +307,7 @@ class Progress:
 
     # -- since this fit began ----------------------------------------------------------------------
 
-    origin: Counters = _read("_origin")
+    origin: Final[Counters] = _read("_origin")
     """The counters at which this fit began: all 0, or those that were restored."""
 
     @property
