@@ -226,13 +226,12 @@ class Trigger:
 
     def steady(self, now: Reading) -> tuple[bool, Bound]:
         """Return the answer at the firings after `now`, and a counter with the value below which it is sure."""
-        may_be_due = self.schedule.may_be(now, True)
-        if may_be_due and (len(self.moments) > 1 or self.schedule.may_be(now, False)):
+        answer, bounds = self.schedule.steady(now)
+        if answer is None or (answer and len(self.moments) > 1):
             return False, NOW
-        bounds = self.schedule.following(now)
-        if len(bounds) > 1 and len({counter for counter, _ in bounds}) > 1:
-            return may_be_due, ("step", min(steps_until(bound, now.limits) for bound in bounds))
-        return may_be_due, min(bounds, default=NEVER)
+        if len({counter for counter, _ in bounds}) > 1:
+            return answer, ("step", min(steps_until(bound, now.limits) for bound in bounds))
+        return answer, min(bounds, default=NEVER)
 
     def next_step(self, at: Progress) -> float:
         """Return how many steps are complete, at the earliest, when it is due; those complete now if that is not known."""

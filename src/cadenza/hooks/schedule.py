@@ -4,8 +4,7 @@ A `Schedule` is a value without state, such as ``Every("500 steps")`` or ``At("3
 questions about a firing of a moment, from two readings of the counters (`cadenza.hooks.counting.Reading`) and nothing else:
 
 - `Schedule.due(now, before)`: is the listener called, by the counters now and at the last firing that was looked at?
-- `Schedule.following(now)`: which values of counters are the next ones at which that may change? `Schedule.may_be` says whether
-  the listener may be called before.
+- `Schedule.steady(now)`: which answer is sure for the firings that follow, and until which values of counters?
 
 So a checkpoint holds one reading for each moment, and a resumed run calls a listener at the same steps as one that went on. On
 multiple ranks, counters and clock are those of all ranks: each comes to the same answers without asking the others.
@@ -80,13 +79,9 @@ class Schedule(ABC):
     def due(self, now: Reading, before: Reading) -> bool:
         """Return whether a listener is called at the firing of `now`; `before` is the reading of an earlier firing."""
 
-    def following(self, now: Reading) -> Sequence[Bound]:
-        """Return values of counters below which the answers at the firings after `now` do not change."""
-        return ()
-
-    def may_be(self, now: Reading, answer: bool) -> bool:
-        """Return whether this may be the answer at the firings after `now`, below all values of `following`."""
-        return self.due(now, now) == answer
+    def steady(self, now: Reading) -> Steady:
+        """Return the answer that is sure at the firings after `now`, or None; and values of counters below which it is."""
+        return None, ()
 
     def counting(self, unit: Unit) -> Schedule:
         """Return the same schedule in which bare numbers count `unit`."""
@@ -150,6 +145,9 @@ class Schedule(ABC):
             return When(every)
         return Every(Length.parse(every, FORMS).of(unit))
 
+
+Steady = tuple[bool | None, Sequence[Bound]]
+"""The answer at the firings that follow, or None if it may change at each; and the counters at which it may change."""
 
 Interval = int | str | Schedule | Callable[["Run"], bool]
 """What ``every=`` accepts: a number, a text, a schedule, or a function (run) -> bool that is called after each step."""
@@ -220,12 +218,9 @@ class Every(OfLength):
         passed = self._passed(now)
         return passed > self._passed(before) and (self.length.unit != "s" or now.counts["step"] > before.counts["step"])
 
-    def following(self, now: Reading) -> Sequence[Bound]:
+    def steady(self, now: Reading) -> Steady:
         passed, length = self._passed(now), self.length
-        return () if self.once and passed else (now.bound(length.measure, (passed + 1) * length.count),)
-
-    def may_be(self, now: Reading, answer: bool) -> bool:
-        return not answer  # it is due at its points alone
+        return False, () if self.once and passed else (now.bound(length.measure, (passed + 1) * length.count),)
 
     def _passed(self, at: Reading) -> int:
         """Return how many of its points the run has reached."""
@@ -282,9 +277,9 @@ class _Window(Schedule):
         start, end = self._edges(now)
         return (start is None or _behind(now, start)) and not (end is not None and _behind(now, end))
 
-    def following(self, now: Reading) -> Sequence[Bound]:
+    def steady(self, now: Reading) -> Steady:
         edges = (edge for edge in self._edges(now) if edge is not None and not _behind(now, edge))
-        return [now.bound(*edge) for edge in edges]
+        return self.due(now, now), [now.bound(*edge) for edge in edges]
 
     @abstractmethod
     def _edges(self, now: Reading) -> tuple[Edge, Edge]:
@@ -433,9 +428,6 @@ class When(Schedule):
     def due(self, now: Reading, before: Reading) -> bool:
         return now.ask is not None and now.ask(self)
 
-    def may_be(self, now: Reading, answer: bool) -> bool:
-        return True
-
     def __repr__(self) -> str:
         return f"When({brief(self.function)})"
 
@@ -452,8 +444,8 @@ class Until(Schedule):
     def due(self, now: Reading, before: Reading) -> bool:
         return now.counts["step"] < self.end()
 
-    def may_be(self, now: Reading, answer: bool) -> bool:
-        return not answer or self.due(now, now)  # the function may return another end at each firing
+    def steady(self, now: Reading) -> Steady:
+        return None if self.due(now, now) else False, ()  # the function may return another end at each firing
 
     def __repr__(self) -> str:
         return f"Until({brief(self.end)})"
@@ -491,13 +483,13 @@ class Composite(Schedule):
         answers = (part.due(now, before) for part in asked)
         return not any(answers) if self.operator == "~" else (all if self.operator == "&" else any)(answers)
 
-    def following(self, now: Reading) -> Sequence[Bound]:
-        return [bound for part in self.parts for bound in part.following(now)]
-
-    def may_be(self, now: Reading, answer: bool) -> bool:
-        if self.operator == "~":
-            return self.parts[0].may_be(now, not answer)
-        return (all if answer == (self.operator == "&") else any)(part.may_be(now, answer) for part in self.parts)
+    def steady(self, now: Reading) -> Steady:
+        answers, bounds = zip(*(part.steady(now) for part in self.parts), strict=True)
+        decides = self.operator == "|"  # the answer of one part that is that of the whole
+        if None in answers and decides not in answers:
+            return None, ()
+        answer = not answers[0] if self.operator == "~" else decides if decides in answers else not decides
+        return answer, [*chain(*bounds)]
 
     def counting(self, unit: Unit) -> Composite:
         return Composite(self.operator, tuple(part.counting(unit) for part in self.parts))
