@@ -34,7 +34,7 @@ files          384      5       0
 profiling      319      3       1
 loading       2637     14       2
 records       1798     11       6
-hooks         1561     10       7
+hooks         1553     10       7
 drivers       2136     15       5
 optim         1307     11       6
 sinks         1186     10       7
@@ -58,8 +58,8 @@ WINGS = ("compat", "report", "steering", "timetravel", "trackers")
 SUMS = """
 sum                             core   wings
 files                            189     384
-lines                          27995   32742
-words                         196645  221004
+lines                          27987   32742
+words                         196576  221004
 words a line                    7.03    6.75
 data files and long literals     428     794
 modules under 30 lines            10      47

@@ -85,25 +85,6 @@ class Closer:
         self.close()
 
 
-class Unwinding:
-    """A context in which an error is being raised out of a run. With None it changes nothing.
-
-    It is a class, because a generator would replace a StopIteration in the block by another error.
-    """
-
-    __slots__ = ("_error", "_outer", "_scene")
-
-    def __init__(self, scene: Scene, error: BaseException | None) -> None:
-        self._scene, self._error = scene, error
-
-    def __enter__(self) -> None:
-        self._outer = self._scene.unwinding
-        self._scene.unwinding = self._error or self._outer
-
-    def __exit__(self, *_: object) -> None:
-        self._scene.unwinding = self._outer
-
-
 # -- the dispatch ----------------------------------------------------------------------------------
 
 
@@ -345,10 +326,13 @@ class Hooks(Callback):
         stack.push(lambda kind, error, traceback: self.end(error, moment, run, *values))
         return stack
 
-    def unwinding_of(self, error: BaseException | None) -> Unwinding:
-        """Return a context in which errors of hooks are added as notes to `error`, which is being raised."""
+    def unwinding_of(self, error: BaseException | None) -> ExitStack:
+        """Begin a context in which errors of hooks are added as notes to `error`, which is being raised. It may be None."""
         self.enter()
-        return Unwinding(self.scene, error)
+        scene, ending = self.scene, ExitStack()
+        ending.callback(setattr, scene, "unwinding", scene.unwinding)
+        scene.unwinding = error or scene.unwinding
+        return ending
 
     @property
     def unwinding(self) -> BaseException | None:

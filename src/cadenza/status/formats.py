@@ -29,13 +29,13 @@ def _finite_or_text(value: Any) -> Any:
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
 
 
-def counted(count: int, text: str, many: str = "") -> str:
+def counted(count: int, text: str) -> str:
     """Return a count with its noun.
 
-    >>> counted(1, "point"), counted(2000, "point"), counted(0, "batch"), counted(2, "child", "children")
-    ('1 point', '2,000 points', '0 batches', '2 children')
+    >>> counted(1, "point"), counted(2000, "point"), counted(0, "batch")
+    ('1 point', '2,000 points', '0 batches')
     """
-    return f"{count:,} {text if count == 1 else many or plural(text)}"
+    return f"{count:,} {text if count == 1 else plural(text)}"
 
 
 def some(texts: Sequence[str], most: int = 10) -> str:
