@@ -29,16 +29,16 @@ ROOMS = """
 room         lines  files  arrows
 front doors    820      9      14
 text            96      2       1
-status        1163     12       1
+status        1161     12       1
 files          384      5       0
 profiling      319      3       1
 loading       2637     14       2
-records       1798     11       6
+records       1797     11       6
 hooks         1553     10       7
 drivers       2136     15       5
 optim         1307     11       6
 sinks         1186     10       7
-engine        4929     21      10
+engine        4926     21      10
 checkpoint    3898     16      10
 callbacks     3090     31      15
 loops         1032      5      12
@@ -58,8 +58,8 @@ WINGS = ("compat", "report", "steering", "timetravel", "trackers")
 SUMS = """
 sum                             core   wings
 files                            189     384
-lines                          27987   32742
-words                         196576  221004
+lines                          27981   32742
+words                         196523  221004
 words a line                    7.03    6.75
 data files and long literals     428     794
 modules under 30 lines            10      47

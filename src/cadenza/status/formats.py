@@ -6,7 +6,7 @@ import math
 import shutil
 import textwrap
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime
 from typing import Any, TextIO
 
@@ -38,24 +38,15 @@ def counted(count: int, text: str) -> str:
     return f"{count:,} {text if count == 1 else plural(text)}"
 
 
-def some(texts: Sequence[str], most: int = 10) -> str:
-    """Return the first texts, joined by semicolons, and the number of the others.
-
-    >>> some(["a", "b", "c"]), some(["a", "b", "c"], most=2)
-    ('a; b; c', 'a; b; and 1 more')
-    """
-    more = [f"and {len(texts) - most:,} more"] if len(texts) > most else []
-    return "; ".join([*texts[:most], *more])
-
-
-def few(names: Iterable[str], most: int = 5) -> str:
-    """Return the first names, joined by commas, and dots for the others.
+def few(texts: Iterable[str], most: int = 5, separator: str = ", ") -> str:
+    """Return the first texts, and the number of the others.
 
     >>> few(["a", "b", "c"]), few(["a", "b", "c"], most=2)
-    ('a, b, c', 'a, b, ...')
+    ('a, b, c', 'a, b and 1 more')
     """
-    known = list(names)
-    return ", ".join([*known[:most], *(["..."] if len(known) > most else [])])
+    known = list(texts)
+    more = f" and {len(known) - most:,} more" if len(known) > most else ""
+    return separator.join(known[:most]) + more
 
 
 def plural(text: str) -> str:
