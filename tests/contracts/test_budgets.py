@@ -38,11 +38,11 @@ hooks         1553     10       7
 drivers       2136     15       5
 optim         1307     11       6
 sinks         1186     10       7
-engine        4926     21      10
+engine        4927     21      10
 checkpoint    3898     16      10
 callbacks     3090     31      15
 loops         1032      5      12
-testing        952      6      14
+testing        946      6      14
 commands       687      8      11
 report        2273     24       8
 steering      1306     14       9
@@ -58,8 +58,8 @@ WINGS = ("compat", "report", "steering", "timetravel", "trackers")
 SUMS = """
 sum                             core   wings
 files                            189     384
-lines                          27981   32742
-words                         196523  221004
+lines                          27976   32742
+words                         196497  221004
 words a line                    7.03    6.75
 data files and long literals     428     794
 modules under 30 lines            10      47
