@@ -229,7 +229,7 @@ class Trigger:
         answer, bounds = self.schedule.steady(now)
         if answer is None or (answer and len(self.moments) > 1):
             return False, NOW
-        if len({counter for counter, _ in bounds}) > 1:
+        if len(bounds) > 1 and len({counter for counter, _ in bounds}) > 1:
             return answer, ("step", min(steps_until(bound, now.limits) for bound in bounds))
         return answer, min(bounds, default=NEVER)
 
@@ -332,9 +332,8 @@ def state_of(triggers: Iterable[Trigger], at: Progress) -> dict[str, Any]:
     It is that of the trigger which asked last. For the others, nothing was due since they asked.
     """
     state: dict[str, Any] = {}
-    for trigger in (
-        trigger for trigger in triggers if trigger.functions or trigger.schedule.lengths
-    ):  # others have no need of the past
+    with_a_past = [trigger for trigger in triggers if trigger.functions or trigger.schedule.lengths]
+    for trigger in with_a_past:
         own = trigger.before_at(at).to_plain()
         moment = state.setdefault(" and ".join(trigger.moments), {**own, "due": [], "owed": []})
         earlier, later = sorted((moment, own), key=_position)

@@ -219,12 +219,13 @@ class Every(OfLength):
         return passed > self._passed(before) and (self.length.unit != "s" or now.counts["step"] > before.counts["step"])
 
     def steady(self, now: Reading) -> Steady:
-        passed, length = self._passed(now), self.length
+        passed, length = self._passed(now), self.lengths[0]
         return False, () if self.once and passed else (now.bound(length.measure, (passed + 1) * length.count),)
 
     def _passed(self, at: Reading) -> int:
         """Return how many of its points the run has reached."""
-        passed = int(at.reached(self.length.measure) // self.length.count)
+        length = self.lengths[0]  # `self.length` takes 40 ns more
+        passed = int(at.reached(length.measure) // length.count)
         return min(1, passed) if self.once else passed
 
     def never(self, limits: Progress, accumulate: int, on: Counting = STEP_END) -> str | None:
