@@ -71,36 +71,4 @@ if TYPE_CHECKING:
 
     __all__: list[str]
 else:
-    __all__, __getattr__, __dir__ = contents(
-        __name__,
-        {
-            "cadenza.status.decisions": "Decision Outcome",
-            "cadenza.drivers": "Driver SingleDriver",
-            "cadenza.loading.evaluation": "Evaluation",
-            "cadenza.records.history": "History",
-            "cadenza.files.new_directory": "new_directory",
-            "cadenza.hooks.dispatch": "Fault Hooks",
-            "cadenza.hooks.schedule": "At Between Every First Last Schedule When",
-            "cadenza.hooks.subscription": "on",
-            "cadenza.hooks.listener": "Listener",
-            "cadenza.hooks.moments": "Callback",
-            "cadenza.engine.course": "Calendar",
-            "cadenza.engine.monitor": "Monitor",
-            "cadenza.engine.objective": "supervised",
-            "cadenza.callbacks.derive": "Derive",
-            "cadenza.status.outputs": "Outputs",
-            "cadenza.engine.plan": "Plan",
-            "cadenza.status.progress": "Counters Progress",
-            "cadenza.records.record": "Audio Figure Histogram Image Record Text",
-            "cadenza.run": "Run",
-            "cadenza.steering.run_reader": "read_run",
-            "cadenza.attaching": "Loop attach",
-            "cadenza.loops.handle": "Handle",
-            "cadenza.loops.steps": "Step Steps",
-            "cadenza.trainer": "Trainer",
-            "cadenza.version": "__version__",
-            "cadenza.checkpoint.keeping": "Best",
-            "cadenza.checkpoint.weights": "export_weights load_weights save_weights",
-        },
-        inner="callbacks compat drivers errors hooks loading records sinks steering testing timetravel",
-    )
+    __all__, __getattr__, __dir__ = contents(__name__)

@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from importlib import import_module
 from types import ModuleType
 from typing import Any
 
 
-def contents(
-    package: str, homes: Mapping[str, str], inner: str = ""
-) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
-    """Return ``__all__``, ``__getattr__`` and ``__dir__`` of a package. For type checkers it repeats them as imports.
+def contents(package: str) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
+    """Return ``__all__``, ``__getattr__`` and ``__dir__`` of a package, of the names that it imports for type checkers.
 
-    Args:
-        package: The ``__name__`` of the package.
-        homes: Maps the full name of each module to its public names, separated by spaces.
-        inner: Modules of the package that are also attributes of it, separated by spaces. They are not in ``__all__``.
+    Each stands in a line of its source such as ``from cadenza.run import Run as Run``, below ``if TYPE_CHECKING:``. Those that
+    are modules of the package, ``from cadenza import sinks as sinks``, are not in ``__all__``.
     """
-    modules = inner.split()
-    public = sorted(name for names in homes.values() for name in names.split())
-    home_of = {name: home for home, names in homes.items() for name in names.split()}
+    with open(str(sys.modules[package].__file__), encoding="utf-8") as source:
+        lines = [parts for parts in map(str.split, source) if parts[:1] == ["from"] and parts[4:5] == ["as"]]
+    modules = [name for _, home, _, name, *_ in lines if home == package]
+    home_of = {name: home for _, home, _, name, *_ in lines if home != package}
 
     def get(name: str) -> Any:
         if name in modules:
@@ -37,7 +34,7 @@ def contents(
     def directory() -> list[str]:
         return sorted({*vars(sys.modules[package]), *home_of, *modules})
 
-    return public, get, directory
+    return sorted(home_of), get, directory
 
 
 def imported(module: str, *, needed_by: str) -> ModuleType:

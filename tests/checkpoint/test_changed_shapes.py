@@ -158,7 +158,7 @@ def test_what_cannot_come_back_is_named_at_the_first_save(tmp_path: Path, caplog
         trainer(tmp_path, tiny_model(), add).fit()
     told = [one.message for one in caplog.records if "changed what the run trains" in one.message]
     assert len(told) == 1
-    assert "head.weight; head.bias" in told[0]
+    assert "head.weight, head.bias" in told[0]
 
 
 def test_other_values_of_tied_weights_are_not_lost_in_silence(tmp_path: Path) -> None:

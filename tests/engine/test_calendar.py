@@ -181,9 +181,9 @@ def test_a_part_of_the_run_can_be_listed_and_a_run_without_a_known_end_needs_it(
     assert [row.step for row in trainer.calendar("5 steps").rows] == [2, 4]
 
 
-def test_it_can_be_a_frame_and_a_picture() -> None:
+def test_it_can_be_a_frame_and_shows_in_a_notebook_what_print_shows() -> None:
     calendar = tiny_trainer(epochs=2, callbacks=[LogTraining("2 steps"), EarlyStopping("eval/loss", "min")][:1]).calendar()
     frame = calendar.to_frame()
     assert list(frame.columns) == ["step", "epoch", "batch", "moment", "callback", "schedule"]
     assert list(frame["step"]) == [2, 4, 6, 8, 10]
-    assert calendar._repr_html_().count("<svg") == 1
+    assert "5 times: steps 2, 4, 6, 8, 10" in calendar._repr_html_()

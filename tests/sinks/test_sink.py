@@ -158,8 +158,9 @@ def test_with_a_directory_records_that_the_queue_cannot_hold_are_read_back_from_
     assert run.decisions == []
 
 
-def test_pictures_take_room_by_their_size(blocked: Blocked) -> None:
-    channel = Channel(Writer(), lambda records: blocked.go.wait(200), capacity=1000)
+def test_pictures_take_room_by_their_size(blocked: Blocked, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer, "CAPACITY", 1000)
+    channel = Channel(Writer(), lambda records: blocked.go.wait(200))
     picture = Record(Counters(), 0.0, {}, {"a": Image(torch.zeros(3, 512, 512))})  # 3 MB: as much as 314 records of numbers
     assert [channel.put(picture) for _ in range(6)] == [True, True, True, True, False, False]
     assert channel.missed == 2

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from cadenza.drivers.matching import Choice, check_choice, matches, named_matches
 from cadenza.drivers.sharding import whole
-from cadenza.hooks.counting import STEP_END, Bound, Counting, Reading
+from cadenza.hooks.counting import STEP_END, Counting, Reading
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
-from cadenza.hooks.schedule import Interval, Schedule
+from cadenza.hooks.schedule import Interval, Schedule, Steady
 from cadenza.hooks.subscription import in_steps, periodic
 from cadenza.records.record import Histogram
 
@@ -127,11 +127,9 @@ class _EachUpdate(Schedule):
     def due(self, now: Reading, before: Reading) -> bool:
         return self.steps.due(now, now._replace(counts={**now.counts, "step": now.counts["step"] - 1}))
 
-    def following(self, now: Reading) -> Sequence[Bound]:
-        return self.steps.following(now)
-
-    def may_be(self, now: Reading, answer: bool) -> bool:
-        return self.due(now, now) == answer or self.steps.may_be(now, answer)  # at another update of the step; in other steps
+    def steady(self, now: Reading) -> Steady:
+        answer, bounds = self.steps.steady(now)  # in other steps; the first answer holds for other updates of this step
+        return answer if answer == self.due(now, now) else None, bounds
 
     def never(self, limits: Progress, accumulate: int, on: Counting = STEP_END) -> str | None:
         return self.steps.never(limits, accumulate, on)

@@ -20,7 +20,7 @@ from cadenza.errors import CheckpointDamagedError, CheckpointError, CheckpointFo
 from cadenza.files.disk import read_object
 from cadenza.files.paths import local_text
 from cadenza.status.branches import Rank, present
-from cadenza.status.formats import counted, some
+from cadenza.status.formats import counted, few
 
 if TYPE_CHECKING:
     from cadenza.drivers.base import Driver
@@ -145,7 +145,7 @@ class Catalogue:
         """A sentence on the folders and URLs that ``run.json`` names, and that are not in here; empty without any."""
         others, opened = _facts_at(self.where).get("checkpoints"), {str(store.files) for store in self.stores}
         names = [repr(str(other)[:200]) for other in (others if isinstance(others, list) else []) if str(other) not in opened]
-        return f" Its run.json also names {some(names)}. Only a path that you give is opened: give that one." if names else ""
+        return f" Its run.json also names {few(names)}. Only a path that you give is opened: give that one." if names else ""
 
     def __str__(self) -> str:
         return ", ".join(str(store.files) for store in self.stores)

@@ -184,9 +184,8 @@ class Retention:
 
     def judges(self, step: int) -> bool:
         """Return whether a checkpoint of a step may be among the best, if its weights are finite."""
-        return bool(self._judging(step)) or (
-            bool(self.watching) and any(checkpoint.saved.step == step for checkpoint in self.known)
-        )
+        again = any(checkpoint.saved.step == step for checkpoint in self.known)
+        return bool(self._judging(step) or (self.watching and again))
 
     def averaged(self, step: int) -> str | None:
         """Return the name of the averaged weights that were chosen after `step`. The first rule decides."""

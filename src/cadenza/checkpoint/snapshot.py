@@ -29,7 +29,7 @@ from cadenza.errors import CheckpointMismatchError, StateError
 from cadenza.optim.model_state import buffers_of, load_by_model, load_into, plain_name, state_of, untied
 from cadenza.optim.optimizers import is_of_torch
 from cadenza.optim.settings import Difference
-from cadenza.status.formats import some
+from cadenza.status.formats import few
 from cadenza.status.plain import encode, first_unbuilt, host_copy, is_built_of_tensors
 
 
@@ -284,8 +284,9 @@ def _check_settings(name: str, found: Sequence[Difference], optimizers: Sequence
 
 
 def _mismatch(name: str, differences: Sequence[str]) -> str:
+    shown = few(differences, 10, "; ")
     return (
-        f"{name} does not fit this trainer; nothing was restored. It differs in {len(differences)}: {some(differences)}. "
+        f"{name} does not fit this trainer; nothing was restored. It differs in {len(differences)}: {shown}. "
         "Give the arguments that it was written with, or another directory."
     )
 

@@ -29,7 +29,7 @@ from cadenza.hooks.moments import HeldWeights
 from cadenza.loading.evaluation import Evaluation
 from cadenza.optim.held_weights import holders_in, in_place, no_such_weights
 from cadenza.optim.model_state import buffers_of, decides, load_by_model, load_into, plain_name, state_of, untied
-from cadenza.status.formats import in_json, some
+from cadenza.status.formats import few, in_json
 from cadenza.status.plain import host_copy
 
 T = TypeVar("T")
@@ -209,7 +209,7 @@ class Chosen:
         if misfits and strict:
             raise CheckpointMismatchError(
                 f"{self.where} does not fit the model, which is as it was. It differs in {len(misfits)}: "
-                f"{some(misfits)}. Give the model it was made of, or strict=False to take what fits."
+                f"{few(misfits, 10, '; ')}. Give the model it was made of, or strict=False to take what fits."
             )
         kept = {name: value for name, value in given.items() if name not in differing}
         return kept, misfits
@@ -483,7 +483,7 @@ def _changes(session: Session, start: Mapping[str, Any], config: Mapping[str, An
     lost += ["a parameter group with parameters outside of the model" for new in groups for group in new if None in group]
     if lost and not any(decision.what == "not resumable" for decision in session.run.decisions):
         told = (
-            f"a hook changed what the run trains: {some(lost)}. A run that continues does not have it, so its checkpoints will "
+            f"a hook changed what the run trains: {few(lost)}. A run that continues does not have it, so its checkpoints will "
             "be refused. Make it before the run, or in on_setup"
         )
         session.decide("not resumable", told, data={"names": lost})

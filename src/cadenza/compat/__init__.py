@@ -10,6 +10,4 @@ if TYPE_CHECKING:
 
     __all__: list[str]
 else:
-    __all__, __getattr__, __dir__ = contents(
-        __name__, {"cadenza.compat.adapter.event": "Event", "cadenza.compat.adapter.foreign": "ForeignCallback"}
-    )
+    __all__, __getattr__, __dir__ = contents(__name__)

@@ -14,14 +14,4 @@ if TYPE_CHECKING:
 
     __all__: list[str]
 else:
-    __all__, __getattr__, __dir__ = contents(
-        __name__,
-        {
-            "cadenza.drivers.base": "Driver",
-            "cadenza.drivers.choosing": "driver_of",
-            "cadenza.drivers.ddp": "DdpDriver",
-            "cadenza.drivers.fsdp": "FsdpDriver",
-            "cadenza.drivers.single": "SingleDriver",
-            "cadenza.drivers.tensor_parallel": "TensorParallel",
-        },
-    )
+    __all__, __getattr__, __dir__ = contents(__name__)

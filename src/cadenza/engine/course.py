@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain, pairwise
 from types import SimpleNamespace
@@ -15,7 +15,7 @@ from cadenza.hooks.counting import COUNTERS, Length, exchanged
 from cadenza.hooks.dispatch import Hooks
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback, Moment
-from cadenza.hooks.schedule import Every, lengths_in
+from cadenza.hooks.schedule import Every, has_function
 from cadenza.status.formats import counted, plural
 from cadenza.status.progress import Accumulation, Progress
 
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     import pandas
 
     from cadenza.run import Run
-    from cadenza.status.markup import Html
 
 
 # -- the calendar ----------------------------------------------------------------------------------
@@ -70,8 +69,6 @@ class Calendar:
     """By moment, the number of listeners without a schedule, which are called each time."""
     headline: str
     """The length of the run, or of its part, in one line."""
-    length: float
-    """The number of steps, or of epochs if the steps are not known."""
 
     def __str__(self) -> str:
         rows = [(*key, _times(calls)) for key, calls in self._by_listener().items()]
@@ -101,20 +98,10 @@ class Calendar:
         return {"headline": self.headline, "calls": rows, "unknown": unknown, "unscheduled": dict(self.unscheduled)}
 
     def _repr_html_(self) -> str:
-        """Return what notebooks show: a line of time for each listener."""
-        from cadenza.status.markup import element, joined, notebook_table  # imported here: few runs are in a notebook
+        """Return what notebooks show."""
+        from cadenza.status.markup import notebook_pre  # imported here: few runs are in a notebook
 
-        head = ("callback", "moment", "schedule", "", "")
-        rows = [
-            (owner, moment, schedule, self._picture(calls), _times(calls))
-            for (moment, owner, schedule), calls in self._by_listener().items()
-        ]
-        return joined(
-            [
-                notebook_table(self.headline, head, rows),
-                *(element("div", line, style="font-size:13px") for line in self._others()),
-            ]
-        )
+        return notebook_pre(str(self))
 
     def _others(self) -> Iterator[str]:
         for who, moment, why in self.unknown:
@@ -129,17 +116,7 @@ class Calendar:
             found.setdefault((row.moment, row.callback, row.schedule), []).append(row)
         return found
 
-    def _picture(self, calls: Iterable[Call]) -> Html:
-        from cadenza.status.markup import element
 
-        at = {round(_WIDTH * (_value(call) or 0) / max(1.0, self.length)) for call in calls}
-        marks = "".join(f"M{x + 1},2v10" for x in sorted(at))
-        line = element("path", d=f"M1,12h{_WIDTH}", stroke="currentColor", stroke_opacity=".3", fill="none")
-        ticks = element("path", d=marks, stroke="currentColor", stroke_width="1.5", fill="none")
-        return element("svg", line, ticks, width=_WIDTH + 2, height=14, viewBox=f"0 0 {_WIDTH + 2} 14", role="img")
-
-
-_WIDTH = 320  # of the picture, in pixels
 _SHOWN = 8  # more calls of a listener are not listed one by one
 
 
@@ -222,8 +199,7 @@ def calendar_of(
         for moment, listeners in hooks.by_moment.items()
         if (count := sum(listener.schedule is None for listener in listeners))
     }
-    length = progress.step if course.steps_known else progress.epoch
-    return Calendar(rows, unknown, unscheduled, f"calendar of {', '.join(numbers)}", length)
+    return Calendar(rows, unknown, unscheduled, f"calendar of {', '.join(numbers)}")
 
 
 def _end(limits: Progress, accumulate: int, until: str | int | None) -> Length:
@@ -251,10 +227,10 @@ def _why_unknown(listener: Listener, limits: Progress, changes: set[str], *, siz
     """
     assert listener.schedule is not None
     listener.schedule.check(limits)
-    lengths, counting = lengths_in(listener.schedule), listener.counting
-    if lengths is None:
+    if has_function(listener.schedule):
         return "a function decides"
-    units, unit = {length.unit for length in lengths}, counting.unit
+    counting = listener.counting
+    units, unit = {length.unit for length in listener.schedule.lengths}, counting.unit
     if "s" in units:
         return "time decides"
     if not limits.has_epochs and not (unit == "step" and units <= {"step", "%", "token"}):

@@ -93,12 +93,7 @@ class ModuleFlags:
         """
         before = [(flag, name, part, getattr(part, flag)) for flag, name, part in self._parts()]
         yield
-        lines = list[str]()
-        for flag, name, part, value in before:
-            if getattr(part, flag) is not value:
-                setattr(part, flag, value)
-                lines.append(f"{flag} of {name or 'the model'} is {value}")
-        if lines:
+        if lines := [line for flag, name, part, value in before for line in _changed(flag, name, part, value)]:
             decide("flags restored", "; ".join(lines), who=who)
 
     def changed(self) -> dict[str, dict[str, bool]]:
@@ -117,9 +112,7 @@ class ModuleFlags:
             if saved is None:
                 continue
             self._expected[flag, name] = not saved  # so that the next checkpoint holds it, too
-            if getattr(part, flag) is not saved:
-                setattr(part, flag, saved)
-                yield f"{flag} of {name or 'the model'} is {saved}"
+            yield from _changed(flag, name, part, saved)
 
     def _parts(self) -> Iterator[tuple[str, str, Any]]:
         """Yield each flag with the name and the object that holds it."""
@@ -134,6 +127,13 @@ class ModuleFlags:
                 yield "requires_grad", f"parameter {index} of the optimizers", tensor
         for path, module in modules:
             yield "training", path, module
+
+
+def _changed(flag: str, name: str, part: Any, value: bool) -> Iterator[str]:
+    """Set a flag of a parameter or a module; yield a line if it had another value."""
+    if getattr(part, flag) is not value:
+        setattr(part, flag, value)
+        yield f"{flag} of {name or 'the model'} is {value}"
 
 
 def in_evaluation_mode(model: nn.Module, trained: Container[int]) -> dict[str, bool]:

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from cadenza.engine.arguments import plain_accumulate, useless_changes
 from cadenza.engine.session import Session
@@ -26,6 +26,8 @@ from cadenza.status.formats import counted, few, folded
 from cadenza.status.progress import Accumulation, Progress
 
 LIMITS = ("max_epochs", "max_steps", "max_tokens")
+
+T = TypeVar("T")
 
 _RARE = {"on_stop", "on_exception", "on_save", "on_load", "on_sanity_start", "on_sanity_end"}  # most runs never fire these
 _FACTS = {"on": "device", "in": "precision", "into": "directory"}  # in data; the headline has the short names
@@ -85,8 +87,7 @@ class Plan:
         """Return what notebooks show."""
         from cadenza.status.markup import notebook_pre  # imported here: few runs are in a notebook
 
-        first, *lines = self.text().split("\n")
-        return notebook_pre(first, lines)
+        return notebook_pre(self.text())
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as plain data, for JSON."""
@@ -171,12 +172,12 @@ def _fitted(row: str, width: int, column: int) -> str:
     return folded(row, width, " > ", indent=" " * (column if width >= column + _ROOM else 6))
 
 
-def indented(moments: Mapping[str, Moment]) -> Iterator[tuple[str, Moment]]:
-    """Yield each moment of a table with its name as a line of the tree: a start opens a level, its end closes it."""
+def indented(moments: Mapping[str, T]) -> Iterator[tuple[str, T]]:
+    """Yield the name of each moment as a line of the tree, with its value: a start opens a level, its end closes it."""
     depth = 0
-    for name, moment in moments.items():
+    for name, value in moments.items():
         depth -= name.endswith("_end")
-        yield "  " * depth + name, moment
+        yield "  " * depth + name, value
         depth += name.endswith("_start")
 
 

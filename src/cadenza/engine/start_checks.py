@@ -26,7 +26,7 @@ from cadenza.files.new_directory import NewDirectory, meant_instead
 from cadenza.loading.loaders import is_read_once, length_of
 from cadenza.loading.settings import loader_hints
 from cadenza.optim.optimizers import notes
-from cadenza.status.formats import counted, duration, for_screen
+from cadenza.status.formats import counted, duration, few, for_screen
 from cadenza.status.progress import Progress
 
 
@@ -226,7 +226,7 @@ def _told(first: Mapping[str, Any], everyone: Sequence[tuple[int, Mapping[str, s
         return None
     shown = []
     for name, values in [*ranks.items()][:_SHOWN]:
-        texts = [f"{value} on {_listed(own)}" for value, own in [*values.items()][:_VALUES]]
+        texts = [f"{value} on rank{'s' * (len(own) > 1)} {few(map(str, own), 4)}" for value, own in [*values.items()][:_VALUES]]
         texts += [f"other values on {counted(more, 'rank')}"] if (more := sum(map(len, [*values.values()][_VALUES:]))) else []
         shown.append(f"{name} is {', '.join(texts)} and {_cut(first.get(name))} on rank 0")
     count = max(len(ranks), *(count for count, _ in everyone))
@@ -235,16 +235,6 @@ def _told(first: Mapping[str, Any], everyone: Sequence[tuple[int, Mapping[str, s
         f"all ranks must have equal arguments; {count} differ: {'; '.join(shown)}. Run the same script with the same "
         "arguments on all ranks."
     )
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    """Name at most four ranks.
-
-    >>> _listed([1]), _listed([1, 2, 3, 4, 5, 6])
-    ('rank 1', 'ranks 1, 2, 3, 4 and 2 more')
-    """
-    names = ", ".join(map(str, ranks[:4])) + (f" and {len(ranks) - 4} more" if len(ranks) > 4 else "")
-    return f"rank{'s' if len(ranks) > 1 else ''} {names}"
 
 
 def _cut(value: object) -> str:

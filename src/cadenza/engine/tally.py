@@ -27,7 +27,7 @@ from cadenza.loading.evaluation import (
     state_of,
     updated_together,
 )
-from cadenza.records.scalars import as_numbers, weighted_sum
+from cadenza.records.scalars import as_numbers, exact_zero, weighted_sum
 from cadenza.status.outputs import Outputs, scalar
 from cadenza.status.plain import is_array
 
@@ -272,8 +272,7 @@ class WeightedMeans:
     """Weighted sums of numbers by name. A number on a device stays there until the end, so that nothing waits for it."""
 
     def __init__(self, device: torch.device) -> None:
-        # A sum in float32 loses digits after some 10 million tokens. MPS has no float64.
-        self._zero = torch.zeros((), dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
+        self._zero = exact_zero(device)  # a sum in float32 loses digits after some 10 million tokens
         self.pending: dict[str, tuple[list[Any], list[Any]]] = {}
         """The numbers by name, and their weights, that are not in the sums yet."""
         self._sums: dict[str, Tensor] = {}

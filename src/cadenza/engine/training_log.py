@@ -25,7 +25,7 @@ from cadenza.hooks.dispatch import checked, hooks_of
 from cadenza.hooks.listener import Listener, inner, silent
 from cadenza.hooks.moments import BaseCallback, Callback
 from cadenza.optim.model_state import is_compiled
-from cadenza.records.scalars import as_numbers, host_number, weighted_sum
+from cadenza.records.scalars import as_numbers, exact_zero, host_number, weighted_sum
 from cadenza.status.outputs import Outputs
 from cadenza.status.plain import is_array
 from cadenza.status.shown import brief
@@ -243,11 +243,8 @@ def real_number(value: object) -> float | Tensor | None:
 def _sums_on_device(kept: Sequence[KeptLosses]) -> Sums:
     losses = [loss for _, losses, *_ in kept for loss in losses]
     like = next((loss for loss in losses if not loss.is_cpu), losses[0])
-    # A sum of float32 in float64 is exact, in any order, unless they differ widely. MPS has no float64.
-    like = torch.zeros((), dtype=torch.float32 if like.device.type == "mps" else torch.float64, device=like.device)
+    like = exact_zero(like.device)  # a sum of float32 in float64 is exact, in any order, unless they differ widely
     numbers = as_numbers(like, losses)
-    if not any(weights for _, _, weights, _ in kept):
-        return numbers.sum(), len(losses)
     factors = as_numbers(like, [weight for _, own, weights, _ in kept for weight in weights or [1.0] * len(own)])
     return weighted_sum(numbers, factors), factors.sum()
 

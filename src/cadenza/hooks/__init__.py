@@ -23,14 +23,4 @@ if TYPE_CHECKING:
 
     __all__: list[str]
 else:
-    __all__, __getattr__, __dir__ = contents(
-        __name__,
-        {
-            "cadenza.hooks.dispatch": "Fault Hooks",
-            "cadenza.hooks.listener": "Listener",
-            "cadenza.hooks.moments": "HeldWeights HoldsWeights",
-            "cadenza.hooks.order": "Phase",
-            "cadenza.hooks.schedule": "At Between Every First Last Schedule When",
-            "cadenza.hooks.subscription": "on periodic",
-        },
-    )
+    __all__, __getattr__, __dir__ = contents(__name__)

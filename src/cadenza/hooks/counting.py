@@ -312,7 +312,7 @@ class Reading(NamedTuple):
     batches: int
     """The batches of that epoch; 0 if they are not known."""
     of: tuple[str, int]
-    """The counter of which percentages are parts, and its total."""
+    """The counter of which percentages are parts, and its total: of steps or, if they are not known, of tokens."""
     begun: bool = True
     """Whether the unit of the moment is under way: not at the reading where a fit begins."""
     ask: Callable[[Any], bool] | None = None
@@ -366,19 +366,14 @@ def reading(at: Progress | Counters, limits: Progress, on: Counting, units: Iter
     counts, of = {"epoch": epoch, "step": step, "batch": batch}, STEPS
     for unit in units:
         if unit == "%":
-            of = measure_of(limits)
+            steps = limits.total("step")
+            of = ("step", max(1, steps)) if steps is not None else ("token", limits.total("token") or 1)
             counts[of[0]] = COUNTERS[of[0]].read(at)
         elif unit == "time":
             counts[unit] = 0
         elif unit in COUNTERS:
             counts[unit] = COUNTERS[unit].read(at) if at is limits or COUNTERS[unit].kept else 0
     return Reading(counts, on, limits, in_epoch, limits.batches_per_epoch or 0, of, begun)
-
-
-def measure_of(at: Progress) -> tuple[str, int]:
-    """Return the counter of which percentages of a run are parts, and its total: of steps or, without, of tokens."""
-    steps = at.total("step")
-    return ("step", max(1, steps)) if steps is not None else ("token", at.total("token") or 1)
 
 
 def steps_until(bound: Bound, at: Progress) -> float:

@@ -18,7 +18,7 @@ from cadenza.hooks.fan_out import ACTING, Calls, Failed, Scene, fan_out, profile
 from cadenza.hooks.listener import Listener, Trigger, restore, state_of
 from cadenza.hooks.moments import BaseCallback, Callback, Moment, checked_arguments, moments_of
 from cadenza.hooks.order import arranged, name_beside, names_of
-from cadenza.hooks.schedule import Schedule, has_function, lengths_in
+from cadenza.hooks.schedule import Schedule, has_function
 from cadenza.profiling.spans import TIMED_MOMENTS, Profiler, Timings
 from cadenza.status.progress import Counters, Progress
 from cadenza.status.shown import brief
@@ -83,25 +83,6 @@ class Closer:
 
     def __call__(self) -> None:
         self.close()
-
-
-class Unwinding:
-    """A context in which an error is being raised out of a run. With None it changes nothing.
-
-    It is a class, because a generator would replace a StopIteration in the block by another error.
-    """
-
-    __slots__ = ("_error", "_outer", "_scene")
-
-    def __init__(self, scene: Scene, error: BaseException | None) -> None:
-        self._scene, self._error = scene, error
-
-    def __enter__(self) -> None:
-        self._outer = self._scene.unwinding
-        self._scene.unwinding = self._error or self._outer
-
-    def __exit__(self, *_: object) -> None:
-        self._scene.unwinding = self._outer
 
 
 # -- the dispatch ----------------------------------------------------------------------------------
@@ -271,12 +252,9 @@ class Hooks(Callback):
     def measure(self, at: Progress) -> None:
         """Ask schedules anew: at the end of an epoch, which may come early, and with which the length of the run may change."""
         self.select_anew()
+        before, self._lengths = self._lengths, at.lengths
         for trigger in self.triggers.values():
-            trigger.enter_epoch(at)
-        if at.lengths != (before := self._lengths):
-            self._lengths = at.lengths
-            for trigger in self.triggers.values() if before else ():
-                trigger.change_length(at)
+            trigger.end_epoch(at, changed=before not in ((), at.lengths))
 
     def next_call(self, at: Progress) -> float:
         """Return the number of complete steps at the next call that concerns all ranks; infinite if none follows.
@@ -285,7 +263,7 @@ class Hooks(Callback):
         """
         following = math.inf
         for listener in chain.from_iterable(self.by_moment.get(moment, ()) for moment in _IN_STEPS):
-            if not listener.silent or (listener.schedule is not None and lengths_in(listener.schedule) is None):
+            if not listener.silent or (listener.schedule is not None and has_function(listener.schedule)):
                 following = min(following, 0 if listener.trigger is None else listener.trigger.next_step(at))
         return following
 
@@ -348,10 +326,13 @@ class Hooks(Callback):
         stack.push(lambda kind, error, traceback: self.end(error, moment, run, *values))
         return stack
 
-    def unwinding_of(self, error: BaseException | None) -> Unwinding:
-        """Return a context in which errors of hooks are added as notes to `error`, which is being raised."""
+    def unwinding_of(self, error: BaseException | None) -> ExitStack:
+        """Begin a context in which errors of hooks are added as notes to `error`, which is being raised. It may be None."""
         self.enter()
-        return Unwinding(self.scene, error)
+        scene, ending = self.scene, ExitStack()
+        ending.callback(setattr, scene, "unwinding", scene.unwinding)
+        scene.unwinding = error or scene.unwinding
+        return ending
 
     @property
     def unwinding(self) -> BaseException | None:

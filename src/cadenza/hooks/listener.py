@@ -173,7 +173,8 @@ class Trigger:
         self.schedule: Schedule = schedule
         self.moments: tuple[str, ...] = tuple(moments)
         self.on: Counting = on
-        self.units: set[str] = schedule.units - {"epoch", "step", "batch"}  # which each reading has
+        # each reading has epochs, steps and batches
+        self.units: set[str] = {length.measure for length in schedule.lengths} - {"epoch", "step", "batch"}
         self.functions: dict[When, Callable[[Run], bool]] = {
             leaf: self._asks(leaf) for leaf in schedule.leaves() if isinstance(leaf, When)
         }
@@ -225,13 +226,12 @@ class Trigger:
 
     def steady(self, now: Reading) -> tuple[bool, Bound]:
         """Return the answer at the firings after `now`, and a counter with the value below which it is sure."""
-        may_be_due = self.schedule.may_be(now, True)
-        if may_be_due and (len(self.moments) > 1 or self.schedule.may_be(now, False)):
+        answer, bounds = self.schedule.steady(now)
+        if answer is None or (answer and len(self.moments) > 1):
             return False, NOW
-        bounds = self.schedule.following(now)
         if len(bounds) > 1 and len({counter for counter, _ in bounds}) > 1:
-            return may_be_due, ("step", min(steps_until(bound, now.limits) for bound in bounds))
-        return may_be_due, min(bounds, default=NEVER)
+            return answer, ("step", min(steps_until(bound, now.limits) for bound in bounds))
+        return answer, min(bounds, default=NEVER)
 
     def next_step(self, at: Progress) -> float:
         """Return how many steps are complete, at the earliest, when it is due; those complete now if that is not known."""
@@ -249,16 +249,16 @@ class Trigger:
         """Have the points that the run has passed not be due: the listeners join a run that has begun."""
         self.before = self.before or reading(at, at, self.on, self.units, begun=False)
 
-    def enter_epoch(self, at: Progress) -> None:
-        """Ask a schedule in parts of an epoch anew: the epoch before may have ended early."""
-        if self.before is not None and "fraction" in self.units and self.before.counts["epoch"] < at.epoch:
-            self.ask_anew()
+    def end_epoch(self, at: Progress, *, changed: bool) -> None:
+        """Ask a schedule in parts of an epoch anew, which may have ended early; and each one if the run has another length now.
 
-    def change_length(self, at: Progress) -> None:
-        """Have parts of an epoch that ended early not be due any more: the run has another length now."""
-        if self.before is not None and self.before.counts["epoch"] < at.epoch:
-            self.before = self.before._replace(in_epoch=1, batches=1)
-        self.ask_anew()
+        Then the parts of the epoch that was left early are not due any more.
+        """
+        entered = self.before is not None and self.before.counts["epoch"] < at.epoch
+        if entered and changed:
+            self.before = self.before_at(at)._replace(in_epoch=1, batches=1)
+        if changed or (entered and "fraction" in self.units):
+            self.ask_anew()
 
     # -- functions of the user ---------------------------------------------------------------------
 
@@ -332,9 +332,8 @@ def state_of(triggers: Iterable[Trigger], at: Progress) -> dict[str, Any]:
     It is that of the trigger which asked last. For the others, nothing was due since they asked.
     """
     state: dict[str, Any] = {}
-    for trigger in (
-        trigger for trigger in triggers if trigger.functions or trigger.schedule.lengths
-    ):  # others have no need of the past
+    with_a_past = [trigger for trigger in triggers if trigger.functions or trigger.schedule.lengths]
+    for trigger in with_a_past:
         own = trigger.before_at(at).to_plain()
         moment = state.setdefault(" and ".join(trigger.moments), {**own, "due": [], "owed": []})
         earlier, later = sorted((moment, own), key=_position)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import Field
-from dis import opmap
+from dis import opname
+from itertools import pairwise
 from types import CodeType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
 
@@ -490,27 +491,22 @@ def _habit(signature: inspect.Signature) -> str:
     return " Counters are in run.progress." if names & PARAMETERS else ""
 
 
-_CACHE, _EXTENDED = opmap["CACHE"], opmap["EXTENDED_ARG"]
-_RETURN, _RETURN_CONST = opmap["RETURN_VALUE"], opmap.get("RETURN_CONST")  # the second one from Python 3.12 to 3.13
-_CONSTANT = {opmap["LOAD_CONST"]}
-_TRUTH = {opmap[name] for name in ("COMPARE_OP", "IS_OP", "CONTAINS_OP", "UNARY_NOT")}
-_NEW = {number for name, number in opmap.items() if name.startswith("BUILD_") or name == "LOAD_SMALL_INT"}
+_TRUTH = ("COMPARE_OP", "IS_OP", "CONTAINS_OP", "UNARY_NOT")
 
 
 def _returned(code: CodeType) -> str:
-    """Describe a return value that is visible in the bytecode; empty if none is."""
-    before, argument, high = _CACHE, 0, 0
-    for operation, low in zip(code.co_code[::2], code.co_code[1::2], strict=True):
-        if operation == _EXTENDED:
-            high = (high | low) << 8
-        elif operation == _RETURN and before in _TRUTH:
+    """Describe a return value that is visible in the bytecode; empty if none is, or with too many constants for one byte."""
+    constants, steps = code.co_consts, zip(code.co_code[::2], code.co_code[1::2], strict=True)
+    named = [(name, argument) for operation, argument in steps if (name := opname[operation]) != "CACHE"]
+    for (before, index), (last, own) in pairwise(named if len(constants) <= 256 else ()):
+        if last == "RETURN_CONST":  # in Python 3.12 and 3.13
+            before, index = "LOAD_CONST", own
+        elif last != "RETURN_VALUE":
+            continue
+        if before in _TRUTH:
             return "a truth value"
-        elif operation == _RETURN and before in _NEW:
+        if before.startswith("BUILD_") or before == "LOAD_SMALL_INT":
             return "a new value"
-        elif operation == _RETURN_CONST or (operation == _RETURN and before in _CONSTANT):
-            constant = code.co_consts[high | low if operation == _RETURN_CONST else argument]
-            if constant is not None:
-                return repr(constant)
-        if operation not in (_EXTENDED, _CACHE):
-            before, argument, high = operation, high | low, 0
+        if before == "LOAD_CONST" and constants[index] is not None:
+            return repr(constants[index])
     return ""

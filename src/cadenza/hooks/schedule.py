@@ -4,8 +4,7 @@ A `Schedule` is a value without state, such as ``Every("500 steps")`` or ``At("3
 questions about a firing of a moment, from two readings of the counters (`cadenza.hooks.counting.Reading`) and nothing else:
 
 - `Schedule.due(now, before)`: is the listener called, by the counters now and at the last firing that was looked at?
-- `Schedule.following(now)`: which values of counters are the next ones at which that may change? `Schedule.may_be` says whether
-  the listener may be called before.
+- `Schedule.steady(now)`: which answer is sure for the firings that follow, and until which values of counters?
 
 So a checkpoint holds one reading for each moment, and a resumed run calls a listener at the same steps as one that went on. On
 multiple ranks, counters and clock are those of all ranks: each comes to the same answers without asking the others.
@@ -22,7 +21,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
@@ -80,13 +79,9 @@ class Schedule(ABC):
     def due(self, now: Reading, before: Reading) -> bool:
         """Return whether a listener is called at the firing of `now`; `before` is the reading of an earlier firing."""
 
-    def following(self, now: Reading) -> Sequence[Bound]:
-        """Return values of counters below which the answers at the firings after `now` do not change."""
-        return ()
-
-    def may_be(self, now: Reading, answer: bool) -> bool:
-        """Return whether this may be the answer at the firings after `now`, below all values of `following`."""
-        return self.due(now, now) == answer
+    def steady(self, now: Reading) -> Steady:
+        """Return the answer that is sure at the firings after `now`, or None; and values of counters below which it is."""
+        return None, ()
 
     def counting(self, unit: Unit) -> Schedule:
         """Return the same schedule in which bare numbers count `unit`."""
@@ -106,15 +101,9 @@ class Schedule(ABC):
         yield self
 
     @property
-    def lengths(self) -> list[Length]:
-        """The lengths in it."""
-        named = ((leaf, name) for leaf in self.leaves() for name in getattr(leaf, "__dataclass_fields__", ()))
-        return [value for leaf, name in named if isinstance(value := getattr(leaf, name), Length)]
-
-    @property
-    def units(self) -> set[str]:
-        """The units in which its lengths are read."""
-        return {length.measure for length in self.lengths}
+    def lengths(self) -> Sequence[Length]:
+        """The lengths in it; none in a function."""
+        return ()
 
     @property
     def only_epochs(self) -> bool:
@@ -157,6 +146,9 @@ class Schedule(ABC):
         return Every(Length.parse(every, FORMS).of(unit))
 
 
+Steady = tuple[bool | None, Sequence[Bound]]
+"""The answer at the firings that follow, or None if it may change at each; and the counters at which it may change."""
+
 Interval = int | str | Schedule | Callable[["Run"], bool]
 """What ``every=`` accepts: a number, a text, a schedule, or a function (run) -> bool that is called after each step."""
 
@@ -165,13 +157,30 @@ Interval = int | str | Schedule | Callable[["Run"], bool]
 
 
 @dataclass(frozen=True, slots=True, repr=False, init=False)
-class OfLength(Schedule):
+class _OfLengths(Schedule):
+    """A schedule that is made of lengths."""
+
+    lengths: tuple[Length, ...]
+
+    def counting(self, unit: Unit) -> Self:
+        return type(self)(*(length.of(unit) for length in self.lengths))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(repr(length.text) for length in self.lengths)})"
+
+
+class OfLength(_OfLengths):
     """A schedule that has one length: the base class of `Every`, `At`, `First` and `Last`."""
 
-    length: Length
+    __slots__ = ()
 
     def __init__(self, length: int | str | Length) -> None:
-        object.__setattr__(self, "length", Length.parse(length))
+        object.__setattr__(self, "lengths", (Length.parse(length),))
+
+    @property
+    def length(self) -> Length:
+        """The length."""
+        return self.lengths[0]
 
     @property
     def count(self) -> Fraction | int:
@@ -182,12 +191,6 @@ class OfLength(Schedule):
     def unit(self) -> Unit:
         """The unit; empty for a bare number."""
         return self.length.unit
-
-    def counting(self, unit: Unit) -> Self:
-        return self if self.unit else replace(self, length=self.length.of(unit))
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.length.text!r})"
 
 
 class Every(OfLength):
@@ -215,16 +218,14 @@ class Every(OfLength):
         passed = self._passed(now)
         return passed > self._passed(before) and (self.length.unit != "s" or now.counts["step"] > before.counts["step"])
 
-    def following(self, now: Reading) -> Sequence[Bound]:
-        passed, length = self._passed(now), self.length
-        return () if self.once and passed else (now.bound(length.measure, (passed + 1) * length.count),)
-
-    def may_be(self, now: Reading, answer: bool) -> bool:
-        return not answer  # it is due at its points alone
+    def steady(self, now: Reading) -> Steady:
+        passed, length = self._passed(now), self.lengths[0]
+        return False, () if self.once and passed else (now.bound(length.measure, (passed + 1) * length.count),)
 
     def _passed(self, at: Reading) -> int:
         """Return how many of its points the run has reached."""
-        passed = int(at.reached(self.length.measure) // self.length.count)
+        length = self.lengths[0]  # `self.length` takes 40 ns more
+        passed = int(at.reached(length.measure) // length.count)
         return min(1, passed) if self.once else passed
 
     def never(self, limits: Progress, accumulate: int, on: Counting = STEP_END) -> str | None:
@@ -253,7 +254,7 @@ class At(Every):
 
     def reached(self, progress: Progress) -> bool:
         """Return whether a run is at this point, or after it."""
-        return self._passed(reading(progress, progress, STEP_END, self.units)) > 0
+        return self._passed(reading(progress, progress, STEP_END, (self.length.measure,))) > 0
 
     def __str__(self) -> str:
         count, unit = self.length.count, self.length.unit
@@ -277,9 +278,9 @@ class _Window(Schedule):
         start, end = self._edges(now)
         return (start is None or _behind(now, start)) and not (end is not None and _behind(now, end))
 
-    def following(self, now: Reading) -> Sequence[Bound]:
+    def steady(self, now: Reading) -> Steady:
         edges = (edge for edge in self._edges(now) if edge is not None and not _behind(now, edge))
-        return [now.bound(*edge) for edge in edges]
+        return self.due(now, now), [now.bound(*edge) for edge in edges]
 
     @abstractmethod
     def _edges(self, now: Reading) -> tuple[Edge, Edge]:
@@ -360,8 +361,7 @@ class Last(First):
         return (unit, math.inf if total is None else total - count), None
 
 
-@dataclass(frozen=True, slots=True, repr=False, init=False)
-class Between(_Window):
+class Between(_Window, _OfLengths):
     """Due each time after `start` and until `end`, which is included: ``(start, end]``.
 
     Args:
@@ -375,36 +375,30 @@ class Between(_Window):
     between 1000 and 5000 steps - between 1 epoch and 50%
     """
 
-    start: Length
-    end: Length
+    __slots__ = ()
 
     def __init__(self, start: int | str | Length, end: int | str | Length) -> None:
         first, last = Length.parse(start, zero=True), Length.parse(end)
         if first.unit == last.unit and first.count >= last.count:
             raise ScheduleError(f"Between({first.text!r}, {last.text!r}) is empty: the second point must be after the first.")
-        object.__setattr__(self, "start", first)
-        object.__setattr__(self, "end", last)
-
-    def counting(self, unit: Unit) -> Between:
-        return Between(self.start.of(unit), self.end.of(unit))
+        object.__setattr__(self, "lengths", (first, last))
 
     def never(self, limits: Progress, accumulate: int, on: Counting = STEP_END) -> str | None:
-        start = self.start
+        start, _ = self.lengths
         if not start.whole or start.unit not in ("step", "batch", "epoch"):
             return too_late(start, limits, accumulate)
         return too_late(replace(start, count=start.count + 1), limits, accumulate, begun=start.unit == "epoch")
 
     def _edges(self, now: Reading) -> tuple[Edge, Edge]:
-        return self.start.point, self.end.point
-
-    def __repr__(self) -> str:
-        return f"Between({self.start.text!r}, {self.end.text!r})"
+        start, end = self.lengths
+        return start.point, end.point
 
     def __str__(self) -> str:
-        start: object = self.start.text
-        if self.start.unit == self.end.unit and self.end.unit not in ("s", "%"):
-            start = f"{float(self.start.count):g}" if not self.start.whole else self.start.count
-        return f"between {start} and {self.end.text}"
+        first, last = self.lengths
+        start: object = first.text
+        if first.unit == last.unit and last.unit not in ("s", "%"):
+            start = f"{float(first.count):g}" if not first.whole else first.count
+        return f"between {start} and {last.text}"
 
 
 # -- functions --------------------------------------------------------------------------------------
@@ -435,9 +429,6 @@ class When(Schedule):
     def due(self, now: Reading, before: Reading) -> bool:
         return now.ask is not None and now.ask(self)
 
-    def may_be(self, now: Reading, answer: bool) -> bool:
-        return True
-
     def __repr__(self) -> str:
         return f"When({brief(self.function)})"
 
@@ -454,8 +445,8 @@ class Until(Schedule):
     def due(self, now: Reading, before: Reading) -> bool:
         return now.counts["step"] < self.end()
 
-    def may_be(self, now: Reading, answer: bool) -> bool:
-        return not answer or self.due(now, now)  # the function may return another end at each firing
+    def steady(self, now: Reading) -> Steady:
+        return None if self.due(now, now) else False, ()  # the function may return another end at each firing
 
     def __repr__(self) -> str:
         return f"Until({brief(self.end)})"
@@ -473,10 +464,6 @@ class Composite(Schedule):
 
     operator: Literal["|", "&", "~"]
     parts: tuple[Schedule, ...]
-    _asked: list[Schedule] = field(init=False, compare=False)  # functions last: they are called only where they decide
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_asked", sorted(self.parts, key=has_function))
 
     @staticmethod
     def of(operator: Literal["|", "&"], schedule: Schedule, other: object) -> Composite:
@@ -493,16 +480,17 @@ class Composite(Schedule):
         return Composite(operator, tuple(chain(*nested)))
 
     def due(self, now: Reading, before: Reading) -> bool:
-        answers = (part.due(now, before) for part in self._asked)
+        asked = sorted(self.parts, key=has_function)  # functions last: they are called only where they decide
+        answers = (part.due(now, before) for part in asked)
         return not any(answers) if self.operator == "~" else (all if self.operator == "&" else any)(answers)
 
-    def following(self, now: Reading) -> Sequence[Bound]:
-        return [bound for part in self.parts for bound in part.following(now)]
-
-    def may_be(self, now: Reading, answer: bool) -> bool:
-        if self.operator == "~":
-            return self.parts[0].may_be(now, not answer)
-        return (all if answer == (self.operator == "&") else any)(part.may_be(now, answer) for part in self.parts)
+    def steady(self, now: Reading) -> Steady:
+        answers, bounds = zip(*(part.steady(now) for part in self.parts), strict=True)
+        decides = self.operator == "|"  # the answer of one part that is that of the whole
+        if None in answers and decides not in answers:
+            return None, ()
+        answer = not answers[0] if self.operator == "~" else decides if decides in answers else not decides
+        return answer, [*chain(*bounds)]
 
     def counting(self, unit: Unit) -> Composite:
         return Composite(self.operator, tuple(part.counting(unit) for part in self.parts))
@@ -521,6 +509,10 @@ class Composite(Schedule):
         return chain.from_iterable(part.leaves() for part in self.parts)
 
     @property
+    def lengths(self) -> Sequence[Length]:
+        return [length for part in self.parts for length in part.lengths]
+
+    @property
     def only_epochs(self) -> bool:
         return (any if self.operator == "&" else all)(part.only_epochs for part in self.parts)
 
@@ -537,13 +529,8 @@ class Composite(Schedule):
 
 
 def has_function(schedule: Schedule) -> bool:
-    """Return whether a function of the user is a part of a schedule."""
-    return any(isinstance(leaf, When) for leaf in schedule.leaves())
-
-
-def lengths_in(schedule: Schedule) -> list[Length] | None:
-    """Return all lengths in a schedule; None if it has other parts."""
-    return schedule.lengths if all(leaf.lengths for leaf in schedule.leaves()) else None
+    """Return whether a function is a part of a schedule: when it is due does not follow from counters alone."""
+    return not all(leaf.lengths for leaf in schedule.leaves())
 
 
 def brief_setting(value: object) -> str:

@@ -10,7 +10,7 @@ from cadenza.errors import MomentError, ScheduleError
 from cadenza.hooks.counting import counting_of, kept
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback, Moment, check_declared, check_fits
-from cadenza.hooks.schedule import At, Every, Interval, OfLength, Schedule, When
+from cadenza.hooks.schedule import At, Every, Interval, Schedule, When, has_function
 
 if TYPE_CHECKING:
     from cadenza.run import Run
@@ -106,7 +106,7 @@ def in_steps(every: Interval, owner: str, why: str, remedy: str = "") -> Schedul
 "500 steps"; got 'every epoch'.
     """
     schedule = Schedule.parse(every)
-    if any(isinstance(leave, When) or (isinstance(leave, OfLength) and leave.unit != "step") for leave in schedule.leaves()):
+    if has_function(schedule) or any(length.unit != "step" for length in schedule.lengths):
         needs = f'{why}, so {owner} needs an interval in steps, such as "500 steps"'
         raise ScheduleError(f"{needs}; got {str(schedule)!r}.{remedy and f' {remedy}'}")
     return schedule

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from cadenza.status.formats import mapped
+
 
 def derive_seed(*parts: int) -> int:
     """Return a seed of 63 bits that is derived from `parts`, with the mixing function of splitmix64 (Steele et al. 2014).
@@ -110,7 +112,7 @@ class RNGState(NamedTuple):
         """Return the RNG state as plain values and tensors. That of the device with the index `own` is the first."""
         numpy = _tuple_of(self.numpy) if isinstance(self.numpy, bytes) else self.numpy
         if isinstance(numpy, dict):  # no Mersenne twister
-            numpy = _without_arrays(numpy)
+            numpy = without_arrays(numpy)
         elif numpy is not None:
             name, keys, *rest = numpy
             numpy = (name, torch.tensor([*keys], dtype=torch.int64), *rest)
@@ -169,10 +171,9 @@ def _set_devices(states: Mapping[int, Tensor]) -> None:
                 module.set_rng_state(state, *((index,) if hasattr(module, "get_rng_state_all") else ()))  # MPS has one
 
 
-def _without_arrays(state: Any) -> Any:
-    if isinstance(state, dict):
-        return {key: _without_arrays(value) for key, value in state.items()}
-    return state.tolist() if hasattr(state, "tolist") else state
+def without_arrays(state: Any) -> Any:
+    """Return the state of a generator of numpy with lists for arrays."""
+    return mapped(state, lambda part: part.tolist() if hasattr(part, "tolist") else part)
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from cadenza.engine.loop import EPOCH, STEP, Training
 from cadenza.engine.verbs import StepVerbs
 from cadenza.errors import CheckpointMismatchError, add_note
 from cadenza.hooks.moments import BaseCallback, Callback
+from cadenza.loading.rng import without_arrays
 from cadenza.optim.optimizers import load_state
 from cadenza.run import Run
 from cadenza.status.plain import encode
@@ -410,9 +411,9 @@ def _pair_of(call: str, name: str, held: Any) -> Pair:
     if isinstance(held, random.Random) and not isinstance(held, random.SystemRandom):
         return held.getstate, lambda state: held.setstate((state[0], tuple(state[1]), state[2]))
     if (numpy := sys.modules.get("numpy")) is not None and isinstance(held, numpy.random.Generator):
-        return lambda: _listed(held.bit_generator.state), lambda state: setattr(held.bit_generator, "state", state)
+        return lambda: without_arrays(held.bit_generator.state), lambda state: setattr(held.bit_generator, "state", state)
     if numpy is not None and isinstance(held, numpy.random.RandomState):
-        return lambda: _listed(held.get_state(legacy=False)), held.set_state
+        return lambda: without_arrays(held.get_state(legacy=False)), held.set_state
     if isinstance(held, tuple) and len(held) == 2 and all(map(callable, held)):
         return held
     if isinstance(held, Optimizer):
@@ -424,10 +425,3 @@ def _pair_of(call: str, name: str, held: Any) -> Pair:
         f"{call} expected an object with state_dict and load_state_dict, a random generator, or a pair of "
         f"functions (save, restore); got {brief(held)}. A pair for a list is (lambda: [*rows], rows.extend)."
     )
-
-
-def _listed(state: Any) -> Any:
-    """Return the state of a generator of numpy with lists for arrays."""
-    if isinstance(state, Mapping):
-        return {name: _listed(part) for name, part in state.items()}
-    return state.tolist() if hasattr(state, "tolist") else state

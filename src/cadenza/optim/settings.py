@@ -30,7 +30,7 @@ from cadenza.hooks.dispatch import hooks_of
 from cadenza.hooks.schedule import Schedule
 from cadenza.loading.settings import CLASS_NAMES, loader_settings
 from cadenza.status.decisions import decide
-from cadenza.status.formats import counted
+from cadenza.status.formats import counted, mapped
 from cadenza.status.progress import Accumulation, Progress
 from cadenza.status.shown import brief, signature_of
 
@@ -347,7 +347,9 @@ class Settings:
 
     def shown(self) -> dict[str, Any]:
         """Return what `override` gives as plain data for ``run.json``: values by name, None for a name without a value."""
-        return {name: _shown(self.values.get(name)) for name in self.override}
+        plain = (int, float, str, type(None))
+        given = {name: self.values.get(name) for name in self.override}
+        return dict(mapped(given, lambda value: value if isinstance(value, plain) else brief(value)))
 
 
 def _listed(value: Any) -> Any:
@@ -411,11 +413,3 @@ def _check(name: str, value: Any, before: Any, optimizer: Optimizer) -> None:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _shown(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(key): _shown(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_shown(item) for item in value]
-    return value if isinstance(value, int | float | str | None) else brief(value)

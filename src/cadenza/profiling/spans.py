@@ -5,7 +5,7 @@ At any time exactly one span is measured, so all of them sum to the run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from time import perf_counter_ns
@@ -102,6 +102,12 @@ class Span:
         self.ns: int = 0
         self.calls: int = 0
 
+    @property
+    def counted_calls(self) -> int:
+        """The calls that a table shows: of a listener that asks a function first, those at which the answer was yes."""
+        asked = None if self.listener is None else self.listener.calls
+        return self.calls * self.counted if asked is None else asked
+
 
 class Profiler:
     """Measures one run from its construction on. `Hooks.start_profile` makes every moment switch the `current` span.
@@ -112,24 +118,6 @@ class Profiler:
     Args:
         step_fn: Whether a ``step_fn`` does the steps. Its time outside of ``run.backward`` and ``run.update`` is then a phase.
     """
-
-    __slots__ = (
-        "began",
-        "clock",
-        "current",
-        "events",
-        "gap",
-        "gap_began",
-        "host_reads",
-        "loop",
-        "opened",
-        "row",
-        "rows",
-        "since",
-        "spans",
-        "tracing",
-        "users",
-    )
 
     began: int
     gap_began: int
@@ -301,15 +289,14 @@ class Timings:
     def of(cls, profiler: Profiler, steps: int, note: str = "") -> Timings:
         """Read a profiler that continues to measure."""
         wall_ns = profiler.read() - profiler.began
-        used = [span for span in profiler.spans if span.ns or span.calls]
-        names = dict.fromkeys(span.name for span in used if not span.owner and span.name != "loop")
-        callers = dict.fromkeys((span.owner, span.name) for span in used if span.owner)
-        phases = [PhaseTime(name, *_sum(span for span in used if not span.owner and span.name == name)) for name in names]
-        rest = sum(span.ns for span in used if span in (profiler.loop, profiler.gap))
-        callbacks = [
-            CallbackTime(owner, moment, *_sum(span for span in used if (span.owner, span.name) == (owner, moment)))
-            for owner, moment in callers
-        ]
+        rows: dict[tuple[str, str], tuple[int, int]] = {}
+        for span in profiler.spans:
+            if span.ns or span.calls:
+                calls, ns = rows.get((span.owner, span.name), (0, 0))
+                rows[span.owner, span.name] = calls + span.counted_calls, ns + span.ns
+        _, rest = rows.pop(("", "loop"), (0, 0))
+        phases = [PhaseTime(name, calls, ns / 1e9) for (owner, name), (calls, ns) in rows.items() if not owner]
+        callbacks = [CallbackTime(owner, name, calls, ns / 1e9) for (owner, name), (calls, ns) in rows.items() if owner]
         loop = PhaseTime("loop", steps, rest / 1e9)
         return cls(wall_ns / 1e9, steps, (*phases, loop), tuple(callbacks), note, profiler.host_reads)
 
@@ -336,8 +323,7 @@ class Timings:
         """Return what notebooks show."""
         from cadenza.status.markup import notebook_pre  # imported here: few runs are in a notebook
 
-        first, head, *rows = str(self).split("\n")
-        return notebook_pre(first, [head, *rows])
+        return notebook_pre(str(self))
 
     def __str__(self) -> str:
         rows = [(phase.name, phase.calls, phase.seconds) for phase in sorted(self.phases, key=_costly)]
@@ -361,16 +347,6 @@ class Timings:
         for name, *numbers in table:
             cells = (f"{text:>{width}}" for text, width in zip(numbers, widths[1:], strict=True))
             yield "  ".join([f"{name:{widths[0]}}", *cells]).rstrip()
-
-
-def _sum(spans: Iterable[Span]) -> tuple[int, float]:
-    """Return calls and seconds."""
-    calls, ns = 0, 0
-    for span in spans:
-        listener = span.listener
-        calls += span.calls * span.counted if listener is None or listener.calls is None else listener.calls
-        ns += span.ns
-    return calls, ns / 1e9
 
 
 def _costly(row: PhaseTime | CallbackTime) -> float:

@@ -11,7 +11,4 @@ if TYPE_CHECKING:
 
     __all__: list[str]
 else:
-    __all__, __getattr__, __dir__ = contents(
-        __name__,
-        {"cadenza.records.reading": "read_decisions read_records", "cadenza.records.directory": "read_info"},
-    )
+    __all__, __getattr__, __dir__ = contents(__name__)

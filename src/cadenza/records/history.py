@@ -18,7 +18,7 @@ from cadenza.errors import MissingExtraError, nearest
 from cadenza.files.disk import open_regular, replacing
 from cadenza.records.reading import read_records
 from cadenza.records.record import Record
-from cadenza.status.formats import counted, precise
+from cadenza.status.formats import counted, few, precise
 from cadenza.status.progress import Counters
 
 if TYPE_CHECKING:
@@ -128,8 +128,7 @@ class History:
     def __repr__(self) -> str:
         if not self._series:
             return "<History: empty>"
-        names, more = self.names[:_SHOWN], len(self._series) - _SHOWN
-        return f"<History: {self._length()}: {', '.join(names)}{f' and {more} more' if more > 0 else ''}>"
+        return f"<History: {self._length()}: {few(self.names, _SHOWN)}>"
 
     def _repr_html_(self) -> str:
         """Return what notebooks show: of each name the last, the lowest and the highest value."""

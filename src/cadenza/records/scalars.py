@@ -36,6 +36,11 @@ def host_number(value: Any) -> Any:
     return value.item() if isinstance(value, Tensor) and value.is_cpu else value
 
 
+def exact_zero(device: torch.device) -> Tensor:
+    """Return a zero of shape () with the dtype in which sums of numbers are exact: float64. MPS has none, and gets float32."""
+    return torch.zeros((), dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
+
+
 def as_number(value: float | Tensor, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return a `dtype` of shape () on `device`. A number is filled in there: a copy would wait for the device."""
     if isinstance(value, Tensor):

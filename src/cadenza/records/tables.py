@@ -16,7 +16,7 @@ from torch import Tensor
 
 from cadenza.errors import DataError, MissingExtraError
 from cadenza.files.disk import replacing
-from cadenza.status.formats import no_formula
+from cadenza.status.formats import mapped, no_formula
 from cadenza.status.plain import is_array
 
 Rows = Mapping[str, Any]
@@ -199,7 +199,7 @@ class _JsonLines(_Counted):
         columns = self.numbered(rows)
         for row in zip(*map(_cells, columns.values()), strict=True):
             try:
-                line = json.dumps(_finite(dict(zip(columns, row, strict=True))), ensure_ascii=False)
+                line = json.dumps(mapped(dict(zip(columns, row, strict=True)), _finite), ensure_ascii=False)
             except TypeError as error:
                 raise DataError(
                     f"a row cannot be written as JSON: expected numbers, texts, lists and mappings; {error}"
@@ -242,12 +242,8 @@ def _cells(column: Any) -> list[Any]:
 
 
 def _finite(value: Any) -> Any:
-    """Return a value with None for each number that is not finite."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {name: _finite(part) for name, part in value.items()}
-    return [_finite(part) for part in value] if isinstance(value, list) else value
+    """Return a value, or None for a number that is not finite."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 _FORMATS: dict[str, Format] = {".parquet": _Parquet, ".csv": _Csv, ".jsonl": _JsonLines}

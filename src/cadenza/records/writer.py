@@ -50,7 +50,7 @@ class Writer:
 
     def flush(self) -> None:
         """Wait for the records that were put so far, at most 2 seconds, so that a kill loses none. Any thread may call it."""
-        wanted, until = [(channel, channel.put_so_far) for channel in self.channels], time.monotonic() + _FLUSH_S
+        wanted, until = [(channel, channel.count) for channel in self.channels], time.monotonic() + _FLUSH_S
         for channel in self.channels:
             channel.hurry()
         while any(channel.lacks(count) for channel, count in wanted) and time.monotonic() < until:
@@ -98,7 +98,6 @@ class Channel:
         rows: The rows of the run; None if it writes none.
         step: The step at which the run starts or continues.
         now: Write each record in the thread of the training, unless earlier ones wait.
-        capacity: The longest queue, in records; shorter if they are large. None: `CAPACITY`.
     """
 
     def __init__(
@@ -112,14 +111,15 @@ class Channel:
         rows: Rows | None = None,
         step: int = 0,
         now: bool = False,
-        capacity: int | None = None,
     ) -> None:
         self._writer, self._write, self._close, self._reopen = writer, write, close, reopen
-        self._rows, self._now, self._capacity = rows, now, CAPACITY if capacity is None else capacity
+        self._rows, self._now = rows, now
         self.name: str = name
         self._waiting: deque[Record] = deque()
         self._size = 0  # of the records in the queue
-        self._count = self._taken = 0  # the records that were put, and those of them that the target has
+        self.count: int = 0
+        """The number of records that were put."""
+        self._taken = 0  # those of them that the target has
         self._media: dict[int, Record] = {}  # by number, records with media that did not fit into the queue
         self._last: list[Record] = []  # that were written last and have the same step: another one of this step may follow
         self._sent = step  # the target has all records up to this step
@@ -148,7 +148,7 @@ class Channel:
     def continue_at(self, step: int) -> None:
         """Send what the sink missed before the run was continued: all records after `step`."""
         if self._rows is not None:
-            self._sent, self._continues, self._count = step, True, self._rows.go_back(step)
+            self._sent, self._continues, self.count = step, True, self._rows.go_back(step)
             self._ask()
 
     def fail(self, error: BaseException) -> None:
@@ -163,20 +163,20 @@ class Channel:
             Exception: The error that broke the channel; once.
         """
         with self._lock:
-            fits = self._size < self._capacity and not self._behind
+            fits = self._size < CAPACITY and not self._behind
             if not fits and self._rows is None:
                 self.missed += 1
                 return False
-            self._count += 1
+            self.count += 1
             if fits:
                 self._waiting.append(record)
                 self._size += size_of(record)
-            elif record.media and sum(map(size_of, self._media.values())) < self._capacity:
-                self._media[self._count] = record  # the file has no media
-        if self._now and not self.down and self._count - self._taken == 1:
+            elif record.media and sum(map(size_of, self._media.values())) < CAPACITY:
+                self._media[self.count] = record  # the file has no media
+        if self._now and not self.down and self.count - self._taken == 1:
             self.serve()
         else:
-            if self._size > self._capacity // 2:
+            if self._size > CAPACITY // 2:
                 self.hurry()
             self._ask()
         self._raise()
@@ -190,18 +190,13 @@ class Channel:
                 return None
             return self._waiting[0].step - 1 if self._waiting else self._sent
 
-    @property
-    def put_so_far(self) -> int:
-        """The number of records that were put."""
-        return self._count
-
     def lacks(self, count: int) -> bool:
         """Return whether the target does not have the first `count` records, and may have them soon."""
         return self._taken < count and not self.down and not self.over
 
     def missing(self) -> int:
         """Return the number of records that the target does not have, or not for certain."""
-        return self.missed + (0 if self._reopen is None else self._count - self._taken)
+        return self.missed + (0 if self._reopen is None else self.count - self._taken)
 
     def ask_close(self) -> None:
         """Request that the thread writes the waiting records, then closes the target: once, also after an error."""
@@ -266,7 +261,7 @@ class Channel:
     @property
     def _behind(self) -> bool:
         """Whether records must be read back from the file."""
-        return self._taken + len(self._waiting) < self._count
+        return self._taken + len(self._waiting) < self.count
 
     @property
     def _broken(self) -> bool:
@@ -289,7 +284,7 @@ class Channel:
             return None if self.over else 0.0
         if self.down:
             return None if self._broken else max(self._due - self._writer.clock(), 0.0)
-        return 0.0 if self._taken < self._count else None
+        return 0.0 if self._taken < self.count else None
 
     def serve(self) -> None:
         """Write what waits, and close if that was asked for. If another thread is in this method, it does both."""
@@ -308,7 +303,7 @@ class Channel:
 
     def _send_all(self) -> None:
         """Write the records that were put so far. If the target failed, open it again first."""
-        was_down, first, until, count = self.down, self._sent, self._count, 0
+        was_down, first, until, count = self.down, self._sent, self.count, 0
         if was_down:
             self._open_again()
         while self._taken < until:
@@ -352,7 +347,7 @@ class Channel:
     def _read_back(self) -> None:
         """Fill the queue with rows that did not fit into it, if it is empty."""
         with self._lock:
-            until = self._taken if self._waiting else min(self._count, self._taken + _SLICE)
+            until = self._taken if self._waiting else min(self.count, self._taken + _SLICE)
         if until == self._taken or self._rows is None:  # a record has just been put
             return
         records = []

@@ -20,20 +20,4 @@ if TYPE_CHECKING:
 
     __all__: list[str]
 else:
-    __all__, __getattr__, __dir__ = contents(
-        __name__,
-        {
-            "cadenza.trackers.comet": "Comet",
-            "cadenza.sinks.console": "Console",
-            "cadenza.sinks.csv": "Csv",
-            "cadenza.trackers.dvclive": "Dvclive",
-            "cadenza.sinks.json_lines": "JsonLines",
-            "cadenza.trackers.mlflow": "Mlflow",
-            "cadenza.sinks.progress_bar": "ProgressBar",
-            "cadenza.sinks.sink": "Sink",
-            "cadenza.trackers.swanlab": "Swanlab",
-            "cadenza.sinks.tensorboard": "TensorBoard",
-            "cadenza.trackers.trackio": "Trackio",
-            "cadenza.trackers.wandb": "Wandb",
-        },
-    )
+    __all__, __getattr__, __dir__ = contents(__name__)

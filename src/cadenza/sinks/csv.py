@@ -61,7 +61,10 @@ class Csv(Sink):
     def open(self, info: RunInfo) -> None:
         self._file_path = own_path(self.path, info, sink="Csv", begins=",".join(_COUNTERS))
         self._columns = [*_COUNTERS]
-        earlier = [*self._own_rows(info.step)] if info.directory is None and info.continued else [*map(_row, _earlier(info))]
+        rows = self._own_rows(info.step)
+        if info.directory is not None or not info.continued:
+            rows = (_row(record) for record in earlier_records(info) if record.values)
+        earlier = [*rows]
         self._columns = [*dict.fromkeys(chain(_COUNTERS, chain.from_iterable(earlier)))]
         self._write_anew(earlier)
 
@@ -96,10 +99,6 @@ class Csv(Sink):
             csv.DictWriter(file, self._columns, lineterminator="\n").writerows(rows)
         beside.replace(self._file_path)
         self._file = self._file_path.open("a", encoding="utf-8", newline="", buffering=1)
-
-
-def _earlier(info: RunInfo) -> list[Record]:
-    return [record for record in earlier_records(info) if record.values]
 
 
 def _row(record: Record) -> dict[str, Any]:

@@ -80,13 +80,13 @@ def wave_of(audio: Audio) -> bytes:
     return written.getvalue()
 
 
-def counts_of(histogram: Histogram, bins: int = 64) -> tuple[numpy.ndarray[Any, Any], numpy.ndarray[Any, Any]] | None:
+def counts_of(histogram: Histogram) -> tuple[numpy.ndarray[Any, Any], numpy.ndarray[Any, Any]] | None:
     """Return the counts and the edges of the bins; None if no value is finite."""
     import numpy
 
     values = histogram.values.double()
     finite = values[values.isfinite()]
-    return numpy.histogram(finite.numpy(), bins=bins) if len(finite) else None
+    return numpy.histogram(finite.numpy(), bins=64) if len(finite) else None
 
 
 def _no_pillow(medium: Media) -> str | None:

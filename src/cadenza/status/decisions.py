@@ -143,7 +143,7 @@ class Requests:
         self.stop: Decision | None = None
         """The request to end the run."""
         self.back: GoBack | None = None
-        """The request to continue from an earlier checkpoint."""
+        """The request to continue from an earlier checkpoint, with `stop`. It is the same on all ranks."""
         self.is_broken: bool = False
         """Whether the loss broke the state of this run, so that it is not saved any more. It is the same on all ranks."""
         self.end_epoch: Decision | None = None
@@ -162,15 +162,6 @@ class Requests:
     def ask_stop(self, decision: Decision) -> None:
         """Request the end of the run."""
         self.stop, self.leave = self.stop or decision, True
-
-    def ask_back(self, decision: Decision, back: GoBack) -> None:
-        """Request to continue from an earlier checkpoint. Every rank must request the same."""
-        self.back = back
-        self.ask_stop(decision)
-
-    def refuse_saves(self) -> None:
-        """Note that the state of this run is broken. Every rank must do so."""
-        self.is_broken = True
 
     def withdraw_stop(self) -> None:
         """Drop the request to end the run, before any rank acts on it."""

@@ -6,49 +6,47 @@ import math
 import shutil
 import textwrap
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime
 from typing import Any, TextIO
 
 
+def mapped(value: Any, leaf: Callable[[Any], Any]) -> Any:
+    """Return nested mappings, lists and tuples as dicts and lists, with ``leaf(value)`` for each value in them."""
+    if isinstance(value, Mapping):
+        return {name: mapped(item, leaf) for name, item in value.items()}
+    return [mapped(item, leaf) for item in value] if isinstance(value, list | tuple) else leaf(value)
+
+
 def in_json(value: Any) -> Any:
     """Return plain values for strict JSON: a number that is not finite becomes text, as in ``metrics.jsonl``."""
-    if isinstance(value, Mapping):
-        return {name: in_json(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [in_json(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    return value
+    return mapped(value, _finite_or_text)
 
 
-def counted(count: int, text: str, many: str = "") -> str:
+def _finite_or_text(value: Any) -> Any:
+    if not isinstance(value, float) or math.isfinite(value):
+        return value
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+
+
+def counted(count: int, text: str) -> str:
     """Return a count with its noun.
 
-    >>> counted(1, "point"), counted(2000, "point"), counted(0, "batch"), counted(2, "child", "children")
-    ('1 point', '2,000 points', '0 batches', '2 children')
+    >>> counted(1, "point"), counted(2000, "point"), counted(0, "batch")
+    ('1 point', '2,000 points', '0 batches')
     """
-    return f"{count:,} {text if count == 1 else many or plural(text)}"
+    return f"{count:,} {text if count == 1 else plural(text)}"
 
 
-def some(texts: Sequence[str], most: int = 10) -> str:
-    """Return the first texts, joined by semicolons, and the number of the others.
-
-    >>> some(["a", "b", "c"]), some(["a", "b", "c"], most=2)
-    ('a; b; c', 'a; b; and 1 more')
-    """
-    more = [f"and {len(texts) - most:,} more"] if len(texts) > most else []
-    return "; ".join([*texts[:most], *more])
-
-
-def few(names: Iterable[str], most: int = 5) -> str:
-    """Return the first names, joined by commas, and dots for the others.
+def few(texts: Iterable[str], most: int = 5, separator: str = ", ") -> str:
+    """Return the first texts, and the number of the others.
 
     >>> few(["a", "b", "c"]), few(["a", "b", "c"], most=2)
-    ('a, b, c', 'a, b, ...')
+    ('a, b, c', 'a, b and 1 more')
     """
-    known = list(names)
-    return ", ".join([*known[:most], *(["..."] if len(known) > most else [])])
+    known = list(texts)
+    more = f" and {len(known) - most:,} more" if len(known) > most else ""
+    return separator.join(known[:most]) + more
 
 
 def plural(text: str) -> str:

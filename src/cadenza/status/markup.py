@@ -54,8 +54,9 @@ def notebook_table(title: str, head: Iterable[str], rows: Iterable[Iterable[obje
     return element("div", element("div", title), table, style="font-size:13px;line-height:1.5;overflow-x:auto")
 
 
-def notebook_pre(title: str, lines: Iterable[str]) -> Html:
-    """Return a title and lines of plain text for a notebook. It scrolls if it is wide; warnings stand out."""
+def notebook_pre(text: str) -> Html:
+    """Return lines of plain text for a notebook, the first as a title. It scrolls if it is wide; warnings stand out."""
+    title, *lines = text.split("\n")
     shown = (element("span", line, style=_WARNING) if line.startswith("!") else line for line in lines)
     parts = (part for line in shown for part in (line, "\n"))
     pre = element("pre", *parts, style="margin:.4em 0 0;padding:0;border:none;background:none;color:inherit;overflow-x:auto")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Final, Literal, Self
 
 from cadenza.status.formats import counted
 
@@ -94,6 +94,11 @@ class Counters:
         return f"epoch {self.current_epoch}, step {self.step}, batch {self.batch}"
 
 
+def _read(name: str) -> Any:
+    """Return a property that reads an attribute. `Final` says to type checkers that it cannot be set."""
+    return property(attrgetter(name))
+
+
 class Progress:
     """How far a run has come: after the 5th update ``progress.step == 5``.
 
@@ -108,30 +113,6 @@ class Progress:
         ...
     AttributeError: property 'step' of 'Progress' object has no setter
     """
-
-    __slots__ = (
-        "_accumulate",
-        "_batch",
-        "_batch_in_epoch",
-        "_batches_per_epoch",
-        "_batches_per_first_epoch",
-        "_batches_per_whole_epoch",
-        "_batches_said",
-        "_began",
-        "_epoch",
-        "_has_epochs",
-        "_last_epoch",
-        "_last_step",
-        "_last_token",
-        "_max_epochs",
-        "_max_steps",
-        "_max_tokens",
-        "_origin",
-        "_samples",
-        "_step",
-        "_tokens",
-        "_training",
-    )
 
     def __init__(
         self,
@@ -160,40 +141,26 @@ class Progress:
 
     # -- counters: completed, in all ---------------------------------------------------------------
 
-    @property
-    def epoch(self) -> int:
-        """Whole passes over the training loader."""
-        return self._epoch
+    epoch: Final[int] = _read("_epoch")
+    """Whole passes over the training loader."""
 
-    @property
-    def has_epochs(self) -> bool:
-        """Whether epochs are counted: not in a loop of ``cadenza.attach``."""
-        return self._has_epochs
+    has_epochs: Final[bool] = _read("_has_epochs")
+    """Whether epochs are counted: not in a loop of ``cadenza.attach``."""
 
-    @property
-    def step(self) -> int:
-        """Updates of the weights."""
-        return self._step
+    step: Final[int] = _read("_step")
+    """Updates of the weights."""
 
-    @property
-    def batch(self) -> int:
-        """Batches trained on, in all."""
-        return self._batch
+    batch: Final[int] = _read("_batch")
+    """Batches trained on, in all."""
 
-    @property
-    def batch_in_epoch(self) -> int:
-        """Batches trained on in the current epoch; 0 again when the epoch is complete."""
-        return self._batch_in_epoch
+    batch_in_epoch: Final[int] = _read("_batch_in_epoch")
+    """Batches trained on in the current epoch; 0 again when the epoch is complete."""
 
-    @property
-    def samples(self) -> int:
-        """Samples trained on, in all: of each batch as many as its outputs, its loader or its first tensor say."""
-        return self._samples
+    samples: Final[int] = _read("_samples")
+    """Samples trained on, in all: of each batch as many as its outputs, its loader or its first tensor say."""
 
-    @property
-    def tokens(self) -> int:
-        """Tokens trained on, in all: of each batch as many as ``outputs["tokens"]`` or ``Trainer(tokens=...)`` say; else 0."""
-        return self._tokens
+    tokens: Final[int] = _read("_tokens")
+    """Tokens trained on, in all: of each batch as many as ``outputs["tokens"]`` or ``Trainer(tokens=...)`` say; else 0."""
 
     @staticmethod
     def position_reader() -> Callable[[Progress], tuple[int, int, int, int | None]]:
@@ -202,38 +169,26 @@ class Progress:
 
     # -- limits: None if there is none, or it is not known -----------------------------------------
 
-    @property
-    def max_epochs(self) -> int | None:
-        """The run ends after this many epochs."""
-        return self._max_epochs
+    max_epochs: Final[int | None] = _read("_max_epochs")
+    """The run ends after this many epochs."""
 
-    @property
-    def max_steps(self) -> int | None:
-        """The run ends after this many steps, also inside an epoch."""
-        return self._max_steps
+    max_steps: Final[int | None] = _read("_max_steps")
+    """The run ends after this many steps, also inside an epoch."""
 
-    @property
-    def max_tokens(self) -> int | None:
-        """The run ends with the step in which this many tokens are reached, also inside an epoch."""
-        return self._max_tokens
+    max_tokens: Final[int | None] = _read("_max_tokens")
+    """The run ends with the step in which this many tokens are reached, also inside an epoch."""
 
-    @property
-    def batches_per_epoch(self) -> int | None:
-        """Batches of each rank in one pass over the loader; None if the loader does not say.
+    batches_per_epoch: Final[int | None] = _read("_batches_per_epoch")
+    """Batches of each rank in one pass over the loader; None if the loader does not say.
 
-        In an epoch that another number of ranks began: those they did, and those that are left.
-        """
-        return self._batches_per_epoch
+    In an epoch that another number of ranks began: those they did, and those that are left.
+    """
 
-    @property
-    def batches_per_whole_epoch(self) -> int | None:
-        """Batches of each rank in an epoch that as many ranks do from its beginning; None if the loader does not say."""
-        return self._batches_per_whole_epoch
+    batches_per_whole_epoch: Final[int | None] = _read("_batches_per_whole_epoch")
+    """Batches of each rank in an epoch that as many ranks do from its beginning; None if the loader does not say."""
 
-    @property
-    def batches_said(self) -> int | None:
-        """Batches of each rank in a whole epoch by the loader's own length, which may be wrong; see `correct`."""
-        return self._batches_said
+    batches_said: Final[int | None] = _read("_batches_said")
+    """Batches of each rank in a whole epoch by the loader's own length, which may be wrong; see `correct`."""
 
     @property
     def corrected(self) -> int | None:
@@ -352,10 +307,8 @@ class Progress:
 
     # -- since this fit began ----------------------------------------------------------------------
 
-    @property
-    def origin(self) -> Counters:
-        """The counters at which this fit began: all 0, or those that were restored."""
-        return self._origin
+    origin: Final[Counters] = _read("_origin")
+    """The counters at which this fit began: all 0, or those that were restored."""
 
     @property
     def resumed_in_epoch(self) -> bool:

@@ -15,11 +15,4 @@ if TYPE_CHECKING:
 
     __all__: list[str]
 else:
-    __all__, __getattr__, __dir__ = contents(
-        __name__,
-        {
-            "cadenza.steering.run_reader": "RunReader read_run",
-            "cadenza.steering.sending": "tell",
-            "cadenza.steering.steering": "Steering",
-        },
-    )
+    __all__, __getattr__, __dir__ = contents(__name__)

@@ -20,13 +20,4 @@ if TYPE_CHECKING:
 
     __all__: list[str]
 else:
-    __all__, __getattr__, __dir__ = contents(
-        __name__,
-        {
-            "cadenza.testing.contracts": "check_adapter check_callback",
-            "cadenza.testing.launching": "launch",
-            "cadenza.testing.proof": "prove_resume",
-            "cadenza.testing.sinks": "check_sink",
-            "cadenza.testing.tiny": "Recorder Seen simulate tiny_loader tiny_model tiny_run tiny_trainer",
-        },
-    )
+    __all__, __getattr__, __dir__ = contents(__name__)

@@ -175,8 +175,7 @@ _HOW = "Define it with def at the top level of a module that can be imported, or
 class FreshProcesses:
     """Two processes that import the modules and wait. Each call runs in a fork of one of them.
 
-    The two have different values of ``PYTHONHASHSEED``, so the order of a set of strings differs between them. Without
-    ``os.fork``, each call runs in a new process.
+    The two have different values of ``PYTHONHASHSEED``, so the order of a set of strings differs between them.
 
     Args:
         function: The first argument of every call. It must be picklable.
@@ -204,7 +203,7 @@ class FreshProcesses:
 
     def call(self, number: int, call: Callable[..., Any], *arguments: Any) -> Any:
         """Return ``call(function, *arguments)`` from process 0 or 1, or raise the error that it raised there."""
-        process, connection = self._started.get(number) or self._start(number)
+        process, connection = self._started[number]
         path = self._folder / "result"
         try:
             connection.send((call, arguments, path))
@@ -215,8 +214,6 @@ class FreshProcesses:
                 f"the fresh process ended with exit status {process.exitcode} before it ran the function. In a script, start "
                 "the work under if __name__ == '__main__':, as the process imports the script; or pass in_process=True."
             ) from None
-        if not hasattr(os, "fork"):
-            del self._started[number]
         if not path.exists():
             raise RuntimeError(
                 "the call ended its process, so it has no result. Remove calls such as os._exit from the function."
@@ -228,7 +225,7 @@ class FreshProcesses:
             raise error
         return value
 
-    def _start(self, number: int) -> tuple[Any, Connection]:
+    def _start(self, number: int) -> None:
         context = multiprocessing.get_context("spawn")
         own, its = context.Pipe()
         process = context.Process(target=_serve, args=(its, self._function, torch.get_num_threads()), daemon=False)
@@ -242,7 +239,6 @@ class FreshProcesses:
                 os.environ["PYTHONHASHSEED"] = before
         its.close()
         self._started[number] = process, own
-        return self._started[number]
 
 
 def _pickled(function: Callable[..., Any]) -> bytes:
@@ -276,8 +272,7 @@ def _serve(connection: Connection, function: bytes, threads: int) -> None:
             call, arguments, path = connection.recv()
         except EOFError:
             return
-        child = os.fork() if hasattr(os, "fork") else 0
-        if child:
+        if child := os.fork():
             os.waitpid(child, 0)
             connection.send("done")
             continue
@@ -285,10 +280,7 @@ def _serve(connection: Connection, function: bytes, threads: int) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         path.write_bytes(content)
-        if hasattr(os, "fork"):
-            os._exit(0)
-        connection.send("done")
-        return
+        os._exit(0)
 
 
 def _raise(error: Exception) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -63,7 +64,7 @@ def prove_resume(
         loop: A loop of your own instead of `Trainer.fit`: a function of what ``trainer.steps(...)`` returns; or, if
             `make_trainer` returns what `attach` does, a function of that, which enters it.
         in_process: Run all parts in this process. This is faster, and `make_trainer` may be any function, but a dependence on
-            module variables is not found.
+            module variables is not found. On a system that cannot fork, it is always so.
 
     Raises:
         AssertionError: The runs differ. The message has the first difference, the step of the cut, the first value that
@@ -75,7 +76,7 @@ def prove_resume(
     >>> prove_resume(lambda directory: tiny_trainer(directory=directory, epochs=2, seed=1), at=[1, 7], in_process=True)
     """
     with tempfile.TemporaryDirectory() as folder:
-        fresh = None if in_process else FreshProcesses(make_trainer, Path(folder))
+        fresh = None if in_process or not hasattr(os, "fork") else FreshProcesses(make_trainer, Path(folder))
         with fresh or nullcontext():
 
             def take(number: int, directory: str, cut: int | None = None, *, resume: bool = False) -> _Taken:
@@ -86,16 +87,13 @@ def prove_resume(
 
             whole = take(0, "whole")
             for step in at:
-                _check_cut(take(0, f"cut-{step}", step), step)
+                if not (first := take(0, f"cut-{step}", step)).cut:
+                    ended = first.values["states"]["progress"]
+                    raise ValueError(f"the run cannot be cut after step {step}: it ended at {ended}")
                 again = (step + whole.steps + 1) // 2
                 parts = [take(1, f"cut-{step}", again, resume=True)] if step < again < whole.steps else []
                 parts.append(take(0 if parts else 1, f"cut-{step}", resume=True))
                 _compare(whole, parts, step, ignore)
-
-
-def _check_cut(taken: _Taken, step: int) -> None:
-    if not taken.cut:
-        raise ValueError(f"the run cannot be cut after step {step}: it ended at {taken.values['states']['progress']}")
 
 
 def _compare(whole: _Taken, parts: Sequence[_Taken], step: int, ignore: Sequence[str]) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from cadenza.engine.evaluation import record_evaluated
+from cadenza.engine.plan import indented
 from cadenza.engine.session import session_of
 from cadenza.engine.step_state import Deferred
 from cadenza.engine.training_log import EpochMeans
@@ -164,14 +165,7 @@ class Recorder(Callback):
 
     def diagram(self) -> str:
         """Return the tree of the recorded moments: each where it came first, with its count."""
-        lines: dict[str, str] = {}
-        depth = 0
-        for name in self.names:
-            depth -= name.endswith("_end")
-            lines.setdefault(name, "  " * depth + name)
-            depth += name.endswith("_start")
-        times = Counter(self.names)
-        return "\n".join(f"{line:<36}{times[name]:>3}" for name, line in lines.items())
+        return "\n".join(f"{line:<36}{times:>3}" for line, times in indented(Counter(self.names)))
 
 
 def simulate(

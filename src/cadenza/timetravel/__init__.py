@@ -16,11 +16,4 @@ if TYPE_CHECKING:
 
     __all__: list[str]
 else:
-    __all__, __getattr__, __dir__ = contents(
-        __name__,
-        {
-            "cadenza.timetravel.asking": "Answer Answers what_if",
-            "cadenza.timetravel.second_pass": "RepeatedStep replay_capsule",
-            "cadenza.timetravel.replaying": "Difference Replay replay_step",
-        },
-    )
+    __all__, __getattr__, __dir__ = contents(__name__)

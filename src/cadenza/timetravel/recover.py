@@ -228,8 +228,8 @@ class Recover(Callback, Compared):
 
     def _go_back(self, run: Run, session: Session, loss: float, seen: str) -> None:
         """Request to continue from a checkpoint, or to stop if there is none. Every rank must call this."""
-        plan, step, at = self._plan, run.progress.step, run.progress
-        session.sync.requests.refuse_saves()  # also if the run stops: the last good checkpoint is not replaced
+        plan, step, at, requests = self._plan, run.progress.step, run.progress, session.sync.requests
+        requests.is_broken = True  # also if the run stops: the last good checkpoint is not replaced
         session.metrics.losses.quiet = True  # it would warn that training goes on
         if plan.count >= self.times:
             ended = f"{seen} at step {step}, after {counted(plan.count, 'rollback')}"
@@ -267,7 +267,8 @@ class Recover(Callback, Compared):
             idle=0 if again else idle,
         )
         decision = decide(run, "rollback requested", told["why"], data=told)
-        session.sync.requests.ask_back(decision, GoBack(path, following.to_plain()))
+        requests.back = GoBack(path, following.to_plain())
+        requests.ask_stop(decision)
 
     def _point_before(self, session: Session, step: int, vain: int | None) -> tuple[str, Counters] | str:
         """Return the checkpoint to go back to, or a text that names the missing one. Every rank must call this.

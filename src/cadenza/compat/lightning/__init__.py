@@ -13,10 +13,4 @@ if TYPE_CHECKING:
 
     __all__: list[str]
 else:
-    __all__, __getattr__, __dir__ = contents(
-        __name__,
-        {
-            "cadenza.compat.lightning.checkpoint_file": "checkpoint_facts load_weights",
-            "cadenza.compat.lightning.stages": "predict test validate",
-        },
-    )
+    __all__, __getattr__, __dir__ = contents(__name__)

@@ -12,12 +12,4 @@ if TYPE_CHECKING:
 
     __all__: list[str]
 else:
-    __all__, __getattr__, __dir__ = contents(
-        __name__,
-        {
-            "cadenza.compat.transformers.arguments": "Arguments",
-            "cadenza.compat.transformers.loss": "ModelLoss",
-            "cadenza.compat.transformers.save_pretrained": "SavePretrained",
-            "cadenza.compat.transformers.trainer": "trainer",
-        },
-    )
+    __all__, __getattr__, __dir__ = contents(__name__)
