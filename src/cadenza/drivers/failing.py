@@ -276,6 +276,10 @@ class Failure:
             add_note(error, note)
         return error
 
+    def told(self, key: str) -> DistributedError:
+        """Return the error that another rank has sent."""
+        return DistributedError(f"rank {self._rank} ends because another process ended. {_wait(key, _TELLS_S) or ''}".rstrip())
+
     def enter(self, more: int = 1) -> int:
         """Count that this rank enters a part of the script in which all ranks take part; return how many it has entered."""
         try:

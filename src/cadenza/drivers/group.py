@@ -149,7 +149,7 @@ class GroupDriver(Driver):
         self.reduces: bool = self.world_size > 1
         self._hosts = self._shared("group", self._new_group)
         self._tree: Tree | None = self._shared("tree", self._new_tree) if self.world_size >= _TREE_FROM else None
-        self._of_data: Any = None
+        self._of_data: dict[tuple[int, ...], Any] = {}
         self.to_device: Mover = Mover(self.device)
         self._number, self._run = self._count(), 0
         self._failure = Failure(self.rank, timeout_s, None if at is None else at.hosted)
@@ -182,12 +182,15 @@ class GroupDriver(Driver):
         send, receive = partial(dist.send, group=self._hosts), partial(dist.recv, group=self._hosts)
         return Tree(self.rank, self.world_size, send, receive)
 
-    def data_group(self) -> Any:
-        if self.tensor_parallel > 1 and self._of_data is None:
-            every = [range(first, self.world_size, self.tensor_parallel) for first in range(self.tensor_parallel)]
-            groups = [dist.new_group([*ranks], timedelta(seconds=self._timeout_s)) for ranks in every]
-            self._of_data = groups[self.rank % self.tensor_parallel]
-        return self._of_data
+    def data_group(self, shards: Sequence[int] | None = None) -> Any:
+        shards, together = tuple(range(self.data_world_size) if shards is None else shards), self.tensor_parallel
+        if len(shards) == self.world_size:
+            return None
+        if shards not in self._of_data:
+            every = [[shard * together + first for shard in shards] for first in range(together)]
+            groups = [dist.new_group(ranks, timedelta(seconds=self._timeout_s)) for ranks in every]
+            self._of_data[shards] = groups[self.rank % together]
+        return self._of_data[shards]
 
     def reduce(self, value: Tensor, how: Reduction = "mean") -> Tensor:
         result = value.detach().clone()
@@ -330,6 +333,15 @@ class GroupDriver(Driver):
             if (told := self._failure.absent(error, where, number, self.world_size)) is None:
                 raise
             raise told from error
+
+    def error_at_end(self, error: BaseException | None) -> BaseException | None:
+        if error is not None:
+            self.first_error(error)  # the others read it
+        try:
+            failed = self.any_rank(error is not None)
+        except RuntimeError as lost:
+            return error or lost
+        return self._failure.told(self._failed) if failed and error is None else error
 
     def first_error(self, error: BaseException) -> BaseException:
         return self._failure.first_error(error, self._failed)

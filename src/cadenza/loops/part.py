@@ -427,14 +427,17 @@ def elsewhere(callbacks: Iterable[BaseCallback]) -> list[str]:
 
 def _end(session: Session, kind: object, raised: BaseException | None, traceback: object) -> None:
     """Write the outcome of a run. If an error of another rank ended it, raise that rank's error."""
-    if raised is not None or session.sync.requests.back is not None:
+    ended = raised
+    if session.outcome is not None and session.sync.together:  # all ranks have come to their end
+        ended = session.driver.error_at_end(raised)
+    if ended is not None or session.sync.requests.back is not None:
         session.module_flags.rewind()
-    if raised is None:
+    if ended is None:
         if session.sync.requests.back is None:
             start_checks.note_never_fired(session)
         _write_outcome(session)
         return
-    error = session.driver.first_error(raised)
+    error = session.driver.first_error(ended)
     session.end(session.metrics.losses.failed(error))
     try:
         _write_outcome(session)
