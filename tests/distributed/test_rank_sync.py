@@ -17,14 +17,14 @@ from torch import distributed as dist
 from torch.utils.data import DataLoader, DistributedSampler
 
 from cadenza import Callback, Run, on
-from cadenza.callbacks import LogTraining
-from cadenza.drivers import DdpDriver, driver_of, joining
+from cadenza.callbacks import Checkpoint, LogTraining
+from cadenza.drivers import DdpDriver, Driver, driver_of, joining
 from cadenza.drivers.joining import rendezvous_of
 from cadenza.engine import rank_sync
 from cadenza.engine.session import session_of
 from cadenza.errors import DataError, DistributedError
 from cadenza.testing import launch
-from tests.distributed.drivers import fsdp
+from tests.distributed.drivers import ddp, fsdp
 from tests.distributed.parts import Batch, loader, network, samples, squared_error, trainer, weights_of
 from tests.distributed.parts import own_rank as rank
 from tests.distributed.standing import on_ranks
@@ -66,6 +66,56 @@ def test_a_stop_that_one_rank_asks_for_is_taken_on_all_at_the_same_step(name: st
         assert step == expected
         assert told == ["stopped", "enough", "enough"]
     assert ranks[1 - asking][1].startswith(f"stopped by stop on rank {asking}")
+
+
+SAVES: dict[str, tuple[Listens, int, int]] = {  # when a rank asks, the steps that are complete then, and where all save
+    "in a step": (on(Callback.on_step_end), 3, 4),
+    "in the last step of an epoch": (on(Callback.on_step_end), 6, 6),
+    "in a batch": (on(Callback.on_batch_end), 2, 4),
+    "at the start of a run": (on(Callback.on_fit_start), 0, 1),
+    "at the end of a run": (on(Callback.on_fit_end), 8, 8),
+}
+
+
+@pytest.mark.parametrize("asking", [(0,), (1,), (0, 1)], ids=str)
+@pytest.mark.parametrize("make", [ddp, fsdp])
+@pytest.mark.parametrize("name", SAVES)
+def test_a_save_that_one_rank_asks_for_is_done_by_all_at_the_same_step(
+    name: str, make: Callable[[], Driver], asking: tuple[int, ...], tmp_path: Path
+) -> None:
+    listens, at, expected = SAVES[name]
+
+    def saving() -> list[tuple[int, str]]:
+        @listens
+        def ask(run: Run, *_: Any) -> None:
+            if rank() in asking and run.progress.step == at:
+                run.save(f"asked by {len(asking)}")
+
+        writes = Checkpoint("1000 steps", background=False)
+        run = trainer(loader(48), max_steps=8, callbacks=[ask, writes], driver=make(), directory=tmp_path).fit()
+        return [(one.data["step"], one.data["reason"]) for one in run.decisions if one.what == "saved"]
+
+    saved, *_ = on_ranks(saving)
+    all_at_once = len(asking) == 2 and name in ("in a step", "in a batch")
+    wanted = expected - all_at_once
+    assert [step for step, reason in saved if reason == f"asked by {len(asking)}" or step == 8] == sorted({wanted, 8})
+    assert saved[-1][0] == 8
+
+
+def test_saves_that_ranks_ask_for_at_different_steps_are_all_done(tmp_path: Path) -> None:
+    def saving() -> tuple[list[int], list[float]]:
+        @on(Callback.on_step_end)
+        def ask(run: Run) -> None:
+            if run.progress.step in ((2, 5) if rank() else (3, 5)):
+                run.save(f"by rank {rank()}")
+
+        writes = Checkpoint("1000 steps", background=False)
+        run = trainer(loader(48), max_steps=8, callbacks=[ask, writes], directory=tmp_path).fit()
+        return [one.data["step"] for one in run.decisions if one.what == "saved"], weights_of(run).tolist()
+
+    (first, weights), (_, same) = on_ranks(saving)
+    assert first == [3, 5, 8]
+    assert weights == same
 
 
 def test_a_stop_that_all_ranks_ask_for_is_taken_at_once() -> None:
@@ -274,7 +324,6 @@ def test_what_cannot_work_is_an_error_on_all_ranks(tmp_path: Path) -> None:
     wrong: dict[str, Callable[[], object]] = {
         "cannot be written": lambda: trainer(directory=tmp_path / "file").fit(),
         "the training loader has 1 batch for 2 ranks": lambda: trainer(loader(4)).fit(),
-        "the loader of 'eval' has 1 batch for 2 ranks": lambda: trainer().evaluate(loader(4)),
         "^driver='single' is for one process, and this one was started as one of WORLD_SIZE=2.*"
         "Use driver='auto', 'ddp' or 'fsdp', or start it without": lambda: trainer(driver="single"),
     }
@@ -288,7 +337,7 @@ def test_what_cannot_work_is_an_error_on_all_ranks(tmp_path: Path) -> None:
         return kinds
 
     main, other = on_ranks(errors)
-    assert main == ["DirectoryError", "DataError", "DataError", "ValueError"]
+    assert main == ["DirectoryError", "DataError", "ValueError"]
     assert other == ["DistributedError", *main[1:]]
 
 
