@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from cadenza.drivers.group import GroupDriver, check_above_zero, check_switches
 from cadenza.drivers.materializing import materialize
+from cadenza.drivers.sharding import is_sharded
 from cadenza.drivers.single import is_split
 from cadenza.errors import DistributedError
 from cadenza.status.formats import counted
@@ -161,7 +162,7 @@ class DdpDriver(GroupDriver):
         DistributedError: This process was started alone, or the other ranks cannot be reached.
         TypeError: An argument has a wrong type, such as a `comm_hook` that is no function and no pair.
         ValueError: `process_group` has not all ranks, `comm_hook` is one of local SGD, or a number is not above 0. When a run
-            starts: a model on the CPU has SyncBatchNorm layers.
+            starts: a model on the CPU has SyncBatchNorm layers, or a model is sharded.
 
     >>> import torch.distributed as dist
     >>> from cadenza.testing import tiny_run
@@ -218,6 +219,11 @@ class DdpDriver(GroupDriver):
     def prepare(self, model: nn.Module) -> nn.Module:
         self._run += 1
         self.check_trainable(model)
+        if any(map(is_sharded, model.parameters())):
+            raise ValueError(
+                "DdpDriver needs the whole weights on each rank, and those of this model are shards: FsdpDriver, fully_shard "
+                "or parallelize_module was called with it. Use driver='fsdp', or build the model again and load its weights."
+            )
         self._split = is_split(model)
         materialize(model, self.device, self.meeting)
         model = model if self._split else model.to(self.device)
