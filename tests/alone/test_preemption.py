@@ -121,6 +121,8 @@ def _wait(run: Run) -> None:
     sys.stdout.flush()
     while session_of(run).sync.requests.signal is None:
         time.sleep(0.01)  # not signal.pause(): a signal that came just before it would be waited for in vain
+    sys.stdout.write("goes on\n")
+    sys.stdout.flush()
 
 
 def main(directory: Path, where: str, number: int) -> None:
