@@ -257,7 +257,7 @@ def _state(before: Post | None, after: Post | None, every_s: float) -> tuple[boo
     if after.ended:
         return True, f"has left the run {after}"
     if before is None or after.number <= before.number:
-        return True, f"was last seen {after}, and posts no more: paused, or killed"
+        return True, f"was last seen {after.with_age}, and posts no more: paused, or killed"
     idle = after.busy_s - before.busy_s < _IDLE * every_s * (after.number - before.number)
     waits = after.waits is Waits.YES or (after.waits is Waits.MAYBE and idle)
     if waits and (before.step, before.where, before.waits) == (after.step, after.where, after.waits):
