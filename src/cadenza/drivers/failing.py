@@ -8,7 +8,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from enum import IntEnum
 from typing import Any, Self
@@ -48,9 +48,9 @@ class Post:
     """Posts are numbered from 1."""
     ended: bool = False
     """Whether the rank has left the run."""
-    sent_s: float = 0.0
+    sent_s: float = field(default=0.0, compare=False)
     """When it was sent, in seconds since the run began. All ranks begin it together, and their clocks may differ."""
-    age_s: float = 0.0
+    age_s: float = field(default=0.0, compare=False)
     """How old it was when it was read."""
 
     def __str__(self) -> str:
@@ -66,7 +66,7 @@ class Posts:
     """Posts where this rank is, from a thread of its own, while the block runs. The training thread does nothing for it.
 
     A rank sends one message a second. With more than 256 ranks the interval is longer in proportion, so all ranks together send
-    at most 256 messages a second, each of some 150 bytes, to the store of the process group.
+    at most 256 messages a second, each of some 160 bytes, to the store of the process group.
 
     Args:
         store: A client of the process group's store, for this object alone.
@@ -122,7 +122,7 @@ class Posts:
         self._store.set(f"{self._name}/{self._rank}", json.dumps(asdict(self._dated(post))))
 
     def _dated(self, post: Post) -> Post:
-        return replace(post, number=self._number, sent_s=time.monotonic() - self._began)
+        return replace(post, number=self._number, sent_s=round(time.monotonic() - self._began, 1))
 
     # -- for the rank that writes the message ------------------------------------------------------
 
