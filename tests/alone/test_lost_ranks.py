@@ -52,7 +52,8 @@ def loop_on(given_up: Path) -> None:
 HANGS: dict[Function[[Path], None], str] = {
     kill: r"^rank 0 ends because another process ended\. rank 1 ended without an error message \(killed, or crashed\); "
     r"last seen at step 1 in `hang\.on_step_end` \(test_lost_ranks\.py:\d+\), \d\.\d s ago$",
-    pause: r"rank 1 did not reach step 2 within 1 s; last seen at step 1 in `hang\..*, \d\.\d s ago, and it posts no more: paused, or killed",
+    pause: r"rank 1 did not reach step 2 within 1 s; last seen at step 1 in `hang\..*, \d\.\d s ago, "
+    "and it posts no more: paused, or killed",
     loop_on: r"rank 1 did not reach step 2 within 1 s; last seen at step 1 in `hang\.on_step_end` \(test_lost_ranks\.py:\d+\)",
 }
 

@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,12 @@ from cadenza import Callback, Run, on
 from cadenza.callbacks import Checkpoint, LogTraining
 from cadenza.drivers import DdpDriver, Driver, driver_of, joining
 from cadenza.drivers.joining import rendezvous_of
+from cadenza.drivers.sharding import local
 from cadenza.engine import rank_sync
 from cadenza.engine.session import session_of
 from cadenza.errors import DataError, DistributedError
 from cadenza.testing import launch
-from tests.distributed.drivers import ddp, fsdp
+from tests.distributed.drivers import blocks, ddp, fsdp, sharded
 from tests.distributed.parts import Batch, loader, network, samples, squared_error, trainer, weights_of
 from tests.distributed.parts import own_rank as rank
 from tests.distributed.standing import on_ranks
@@ -414,3 +416,66 @@ def test_an_error_of_one_rank_in_an_evaluation_is_told_to_the_others(judge: str)
     assert first.__notes__[0].startswith(f"context: compute, in batch 1 of {where}, on rank 1")
     assert isinstance(second, DistributedError)
     assert "rank 1: ZeroDivisionError: on purpose" in str(second)
+
+
+# -- weights and rates that one rank has changed alone
+
+
+DIGESTS: dict[str, tuple[Callable[[], Driver], int]] = {
+    "ddp": (ddp, 2),
+    "ddp-3": (ddp, 3),
+    "fsdp": (sharded, 2),
+    "hsdp": (partial(sharded, replicas=2), 4),
+}
+
+
+def differences(make: Callable[[], Driver], directory: Path, change: Callable[[Run], object]) -> list[Any]:
+    """Change something on rank 1 after step 3; return what the ranks find at the saves."""
+    alone = on(Callback.on_step_end, at=3)(lambda run: change(run) if rank() == 1 else None)
+    callbacks = [alone, Checkpoint("2 steps")]
+    run = trainer(loader(48), callbacks=callbacks, driver=make(), max_steps=6, directory=directory, model=blocks()).fit()
+    return [(one.data["step"], one.why, one.data["names"]) for one in run.decisions if one.what == "ranks differ"]
+
+
+def change_rate(run: Run) -> None:
+    run.optimizers[0].param_groups[0]["lr"] *= 2
+
+
+def change_weight(run: Run) -> None:
+    with torch.no_grad():
+        local(run.model[2].inner.weight).mul_(1.001)
+
+
+@pytest.mark.parametrize("name", DIGESTS)
+def test_a_rate_that_one_rank_changes_is_found_at_the_next_save(name: str, tmp_path: Path) -> None:
+    make, ranks = DIGESTS[name]
+    for found in on_ranks(partial(differences, make, tmp_path, change_rate), ranks):
+        step, why, names = found[0]
+        assert step == 4
+        assert why == "at the save of step 4, the learning rate of group 0 differs between rank 0 and rank 1"
+        assert names[0] == "the learning rate of group 0"
+
+
+@pytest.mark.parametrize(("name", "first", "other"), [("ddp", 0, 1), ("ddp-3", 0, 1), ("hsdp", 1, 3)])
+def test_a_weight_that_one_rank_changes_is_found_at_the_next_save(name: str, first: int, other: int, tmp_path: Path) -> None:
+    make, ranks = DIGESTS[name]
+    for found in on_ranks(partial(differences, make, tmp_path, change_weight), ranks):
+        step, why, names = found[0]
+        assert step == 4
+        assert why == f"at the save of step 4, 2.inner.weight differs between rank {first} and rank {other}"
+        assert "2.inner.weight" in names
+
+
+@pytest.mark.parametrize("name", DIGESTS)
+def test_equal_ranks_find_no_difference(name: str, tmp_path: Path) -> None:
+    make, ranks = DIGESTS[name]
+    assert on_ranks(partial(differences, make, tmp_path, lambda run: None), ranks) == [[]] * ranks
+
+
+def test_a_driver_that_averages_weights_now_and_then_may_have_others_in_between(tmp_path: Path) -> None:
+    class Local(DdpDriver):
+        def after_update(self, model: nn.Module, step: int) -> None:
+            """Average at another time."""
+
+    found = on_ranks(partial(differences, partial(Local, "cpu", timeout_s=100), tmp_path, change_weight))
+    assert found == [[], []]

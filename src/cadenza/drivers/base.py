@@ -62,6 +62,9 @@ class Driver(ABC):
     shards = False
     """Whether each rank holds a shard of every weight."""
 
+    copies: bool = False
+    """Whether other ranks hold the same weights as this one, at each step."""
+
     adds_nothing: bool = False
     """Whether `add_no_gradients` works, so that one rank alone can drop a batch."""
 
@@ -174,6 +177,15 @@ class Driver(ABC):
         """Return every rank's `value`, by rank, on the main process; an empty list on the others. Every rank must call this."""
         everyone = self.gather(value)
         return everyone if self.is_main else []
+
+    def differing(self, numbers: Tensor, *, of_weights: bool) -> list[int]:
+        """Return the indices of the numbers, int64 of shape (N,), that are not equal on all ranks. Every rank must call this.
+
+        Args:
+            numbers: They are above -2**63.
+            of_weights: Whether they are numbers of the weights that a rank holds: it is compared with its `copies`.
+        """
+        return []
 
     def in_turns(self, parts: Iterator[T], count: int, *, first: int = 0) -> Iterator[T]:
         """Yield on the main process the parts of all shards of the data, one of each in turn; none elsewhere.

@@ -123,6 +123,7 @@ class FsdpDriver(GroupDriver):
             apart = "" if self.tensor_parallel == 1 else " that do not compute together"
             raise ValueError(f"replicas must divide the number of ranks{apart}, which is {ranks}; got {replicas!r}")
         self.replicas: int = replicas
+        self.copies = self.copies and replicas > 1
         if self._ranks is not None and tuple(self._ranks.mesh.shape) != self._shape:
             raise ValueError(f"replicas={replicas} contradicts the mesh of TensorParallel, {self._ranks}. Leave it out.")
         self.param_dtype: str | None = param_dtype
@@ -191,6 +192,13 @@ class FsdpDriver(GroupDriver):
             _checkpoint(module)
         self._shard(model, chosen)
         return self._materialized(model)
+
+    def _most(self, numbers: Tensor, *, of_weights: bool) -> Tensor:
+        if not of_weights:
+            return super()._most(numbers, of_weights=False)
+        numbers = numbers.to(self.device)
+        dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self._mesh().get_group(self._names[0]))
+        return numbers
 
     def _materialized(self, model: nn.Module) -> nn.Module:
         given: dict[str, Any] = {"init": self.init, "weights": self.weights}

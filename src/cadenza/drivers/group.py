@@ -147,6 +147,7 @@ class GroupDriver(Driver):
         self.rank: int = dist.get_rank()
         self.world_size: int = dist.get_world_size()
         self.reduces: bool = self.world_size > 1
+        self.copies: bool = self.reduces and type(self).after_update is Driver.after_update  # which may average now and then
         self._hosts = self._shared("group", self._new_group)
         self._tree: Tree | None = self._shared("tree", self._new_tree) if self.world_size >= _TREE_FROM else None
         self._of_data: dict[tuple[int, ...], Any] = {}
@@ -223,6 +224,15 @@ class GroupDriver(Driver):
 
     def any_rank(self, flag: bool) -> bool:
         return bool(self.reduce(torch.tensor(int(flag)), "max"))
+
+    def differing(self, numbers: Tensor, *, of_weights: bool) -> list[int]:
+        both = torch.cat([numbers, -numbers])
+        most, least = self._most(both, of_weights=of_weights).cpu().chunk(2)
+        return (most != -least).nonzero()[:, 0].tolist()
+
+    def _most(self, numbers: Tensor, *, of_weights: bool) -> Tensor:
+        """Return the largest of each number over all ranks or, `of_weights`, over those that hold the same weights."""
+        return self._reduced(numbers, "max")
 
     def gather(self, value: Any) -> list[Any]:
         everyone: list[Any] = [None] * self.world_size
