@@ -397,6 +397,28 @@ def test_nccl_waits_longer_than_the_exchange_that_names_a_late_rank(
     assert given["timeout"].total_seconds() == limit_s
 
 
+def test_nccl_connects_at_the_start_and_its_records_lie_in_the_directory_of_the_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **options: given.update(options))
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    at = joining.Rendezvous(0, 0, 1, "127.0.0.1", port, False)
+    joining.join(at, "cpu:gloo,cuda:nccl", timeout_s=20, device=torch.device("cuda", 0))
+    assert given["device_id"] == torch.device("cuda", 0)
+
+    def dumped() -> list[str | None]:
+        driver = ddp()
+        driver.device = torch.device("cuda", 0)  # as with NCCL
+        os.environ.pop("TORCH_FR_DUMP_TEMP_FILE", None)
+        os.environ["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"] = "mine"
+        driver.keep_dumps(tmp_path)
+        return [os.environ.get(name) for name in ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")]
+
+    assert on_ranks(dumped) == [[str(tmp_path / "nccl-trace.rank"), "mine"]] * 2
+
+
 @pytest.mark.parametrize("judge", ["evaluate", "predict"])
 def test_an_error_of_one_rank_in_an_evaluation_is_told_to_the_others(judge: str) -> None:
     def failing() -> None:

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -67,6 +68,9 @@ class Driver(ABC):
 
     adds_nothing: bool = False
     """Whether `add_no_gradients` works, so that one rank alone can drop a batch."""
+
+    after_start: Callable[[], object] | None = None
+    """To be called on every rank after the first step: from then on, ranks wait for each other as long as a step may take."""
 
     to_device: Callable[[Any], Any]
     """Returns a batch with every tensor in it on the device; raises `DataError` if something cannot be moved."""
@@ -227,6 +231,9 @@ class Driver(ABC):
         """Raise `ValueError` if `prepare` could not give values to all tensors of `model` that are on the device ``meta``."""
         if self.device.type != "meta":
             check_can_materialize(model)
+
+    def keep_dumps(self, directory: Path) -> None:  # noqa: B027  # most write none
+        """Write what is recorded of collectives, after a failure, to this directory."""
 
     def check_trainable(self, model: nn.Module) -> None:  # noqa: B027  # most train all layers
         """Raise `ValueError` if a layer of `model` cannot be trained with this driver."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from cadenza.drivers.group import GroupDriver, check_above_zero, check_switches
+from cadenza.drivers.group import GroupDriver, Limits, check_above_zero, check_switches
 from cadenza.drivers.materializing import materialize
 from cadenza.drivers.sharding import is_sharded
 from cadenza.drivers.single import is_split
@@ -156,7 +156,8 @@ class DdpDriver(GroupDriver):
         process_group: The group of all ranks in which gradients are reduced. None: the default group.
         share_data: Split each loader over the ranks, unless it has a distributed sampler. False: the loaders return
             different shards on each rank, as streams must.
-        timeout_s: Seconds to wait for the other ranks, at the start and in each exchange, before an error is raised.
+        timeout_s: Seconds to wait for the other ranks, at the start and in each exchange, before an error is raised. A mapping
+            sets other limits: ``{"start": 1800, "step": 120, "save": 3600}``. The start ends with the first step.
 
     Raises:
         DistributedError: This process was started alone, or the other ranks cannot be reached.
@@ -185,7 +186,7 @@ class DdpDriver(GroupDriver):
         comm_hook: CommHook | tuple[object, CommHook] | None = None,
         process_group: dist.ProcessGroup | None = None,
         share_data: bool = True,
-        timeout_s: float = 600,
+        timeout_s: Limits = 600,
     ) -> None:
         check_switches(
             find_unused_parameters=find_unused_parameters,
@@ -217,7 +218,7 @@ class DdpDriver(GroupDriver):
         self._wrappers: WeakValueDictionary[int, DistributedDataParallel] = WeakValueDictionary()
 
     def prepare(self, model: nn.Module) -> nn.Module:
-        self._run += 1
+        self._begin_run()
         self.check_trainable(model)
         if any(map(is_sharded, model.parameters())):
             raise ValueError(
