@@ -187,7 +187,10 @@ class Run:
         session.step.skip()
 
     def save(self, reason: str) -> None:
-        """Request a checkpoint at the end of the current step, after all hooks. Every rank must call this.
+        """Request a checkpoint at the end of the current step, after all hooks.
+
+        A request of one rank suffices. All ranks save at the same step: this one if all ranks requested or logged something in
+        it, otherwise the next.
 
         Raises:
             RuntimeError: No callback writes checkpoints.
@@ -195,8 +198,9 @@ class Run:
         session = self._session
         if not session.savers:
             raise RuntimeError("run.save(...) needs a callback that writes checkpoints. Add Checkpoint(...) to callbacks.")
-        for saver in session.savers:  # a save that fails is no fault of the callback that requests it
-            session.acts.next.append(Closer(None, partial(saver.request, reason)))
+        session.sync.requests.ask_save(reason)
+        # A save that fails is no fault of the callback that requests it.
+        session.acts.next.append(Closer(None, partial(session.sync.save, session.savers)))
 
     def block_saves(self, reason: str = "") -> AbstractContextManager[None]:
         """Return a context in which no checkpoint is written: its state would be incomplete. A save waits until it is left.

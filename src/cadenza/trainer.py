@@ -378,10 +378,12 @@ class Trainer(Recipe):
         to: str | PathLike[str] | None = None,
         which: Which | None = None,
         weights: str | None = None,
+        everywhere: bool = False,
     ) -> Any:
         """Return the model's predictions for every batch, on the host, joined along the first dimension.
 
-        Only the moments ``on_eval_*`` fire, with an evaluation named ``"predict"``. Every rank must call this.
+        Only the moments ``on_eval_*`` fire, with an evaluation named ``"predict"``. Every rank must call this. On multiple
+        ranks, the main process gets the predictions of all, and the others None.
 
         Args:
             loader: An iterable of batches.
@@ -392,6 +394,7 @@ class Trainer(Recipe):
                 replaces an existing one.
             which: Predict with the weights of a checkpoint, as in `evaluate`.
             weights: Predict with averaged weights, as in `evaluate`.
+            everywhere: Return the predictions on every rank, with the memory for all of them on each.
 
         Raises:
             TypeError: `compute` is missing, and `compute_loss` is a function that only returns a loss.
@@ -400,7 +403,7 @@ class Trainer(Recipe):
             DirectoryError: The folder of `to` cannot be written.
             MissingExtraError: `to` is a Parquet file, and pyarrow is not installed.
         """
-        evaluation = Prediction(loader, compute, self.compute_loss, limit=limit, to=to)
+        evaluation = Prediction(loader, compute, self.compute_loss, limit=limit, to=to, everywhere=everywhere)
         return self._alone(predict, evaluation, which, weights)
 
     def _part(

@@ -51,8 +51,9 @@ def loop_on(given_up: Path) -> None:
 
 HANGS: dict[Function[[Path], None], str] = {
     kill: r"^rank 0 ends because another process ended\. rank 1 ended without an error message \(killed, or crashed\); "
-    r"last seen at step 1 in `hang\.",
-    pause: r"rank 1 did not reach step 2 within 1 s; last seen at step 1 in `hang\..* and it posts no more: paused, or killed",
+    r"last seen at step 1 in `hang\.on_step_end` \(test_lost_ranks\.py:\d+\), \d\.\d s ago$",
+    pause: r"rank 1 did not reach step 2 within 1 s; last seen at step 1 in `hang\..*, \d\.\d s ago, "
+    "and it posts no more: paused, or killed",
     loop_on: r"rank 1 did not reach step 2 within 1 s; last seen at step 1 in `hang\.on_step_end` \(test_lost_ranks\.py:\d+\)",
 }
 
@@ -85,6 +86,48 @@ def test_the_rank_that_stops_is_named(stop: Function[[Path], None], monkeypatch:
     assert len(told) == (2 if stop is loop_on else 1)
     for text in told:
         assert re.search(HANGS[stop], text), text
+
+
+def test_the_start_may_take_longer_than_a_step_in_each_run(tmp_path: Path) -> None:
+    given_up = tmp_path / "given up"
+    driver = partial(DdpDriver, "cpu", timeout_s={"start": 60, "step": 0.5})
+
+    def train() -> list[str]:
+        @on(Callback.on_fit_start)
+        def slow(run: Run) -> None:
+            if rank() == 1:
+                time.sleep(1)  # longer than a step may take
+
+        @on(Callback.on_step_end, at=2)
+        def hang(run: Run) -> None:
+            if rank() == 1:
+                until(given_up.exists)
+
+        kinds = list[str]()
+        for _ in range(2):
+            outcome = trainer(callbacks=[slow], driver=driver(), max_steps=3).fit().outcome
+            kinds.append("" if outcome is None else outcome.kind)
+        with pytest.raises(DistributedError) as caught:
+            trainer(callbacks=[slow, hang], driver=driver()).fit()
+        given_up.touch()
+        return [*kinds, str(caught.value)]
+
+    for *kinds, told in launch(train):
+        assert kinds == ["finished", "finished"]
+        assert "rank 1 did not reach step 3 within 0.5 s" in told
+
+
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        ({"step": 0}, "timeout_s['step'] must be greater than 0 seconds; got 0"),
+        ({"stop": 3}, "timeout_s has limits for start, step, save; got 'stop'"),
+        (0, "timeout_s must be greater than 0 seconds; got 0"),
+    ],
+)
+def test_a_wrong_time_limit_is_named(limits: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        DdpDriver("cpu", timeout_s=limits)
 
 
 def test_a_rank_that_waits_for_its_data_is_named_with_the_line_of_the_data_set(tmp_path: Path) -> None:

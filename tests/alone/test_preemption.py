@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import pty
 import signal
 import sys
 import threading
@@ -120,11 +121,14 @@ def _wait(run: Run) -> None:
     sys.stdout.flush()
     while session_of(run).sync.requests.signal is None:
         time.sleep(0.01)  # not signal.pause(): a signal that came just before it would be waited for in vain
+    sys.stdout.write("goes on\n")
+    sys.stdout.flush()
 
 
 def main(directory: Path, where: str, number: int) -> None:
     """Train, and send the signal to this process at `where`; ``twice`` sends it again at once, ``outside`` waits for it."""
     torch.set_num_threads(1)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # also if the tests run under nohup
 
     def send(run: Run, *_: Any) -> None:
         if session_of(run).sync.requests.signal is None:
@@ -208,7 +212,8 @@ SAVED_AT: dict[str, Container[int]] = {
 
 
 @pytest.mark.parametrize(
-    ("where", "name"), [*((where, "SIGTERM") for where in SAVED_AT), ("training", "SIGUSR1"), ("training", "SIGINT")]
+    ("where", "name"),
+    [*((where, "SIGTERM") for where in SAVED_AT), *(("training", name) for name in ("SIGUSR1", "SIGHUP", "SIGINT"))],
 )
 def test_a_signal_ends_the_step_saves_and_the_run_continues_to_the_same_bits(
     tmp_path: Path, whole: dict[str, Any], where: str, name: str
@@ -260,6 +265,7 @@ def test_a_signal_from_outside_to_a_run_with_workers(tmp_path: Path, whole: dict
     [
         (signal.SIGTERM, "fork"),
         (signal.SIGINT, "fork"),
+        (signal.SIGHUP, "fork"),
         pytest.param(signal.SIGINT, "spawn", marks=pytest.mark.long),  # the worker imports torch anew
     ],
 )
@@ -273,6 +279,46 @@ def test_a_signal_to_the_whole_group_leaves_the_workers_alone_that_the_step_stil
     assert process.ended() == 128 + number, process.said()
     assert "Traceback" not in process.said()
     assert step_of_newest(tmp_path / "run") == 5
+
+
+def in_terminal(terminal: str, directory: Path) -> None:
+    """Train with a terminal that this process controls, and with all that is written there."""
+    file = os.open(terminal, os.O_RDWR)  # the process leads a session without a terminal
+    for number in (0, 1, 2):
+        os.dup2(file, number)
+    main(directory, "outside", signal.SIGHUP)
+
+
+def test_a_terminal_that_closes_ends_the_step_saves_and_the_run_continues(tmp_path: Path, whole: dict[str, Any]) -> None:
+    directory, (screen, end) = tmp_path / "run", pty.openpty()
+    directory.mkdir()
+    process = forked.start(in_terminal, os.ttyname(end), directory, output=tmp_path / "output.txt")
+    shown = ""
+    while "ready" not in shown:
+        shown += os.read(screen, 4096).decode()
+    os.close(end)
+    os.close(screen)  # the system sends SIGHUP, and what is written from now on is an error
+    assert process.ended() == 128 + signal.SIGHUP
+    assert outcome(directory) == {"kind": "preempted", "reason": "signal SIGHUP"}
+    assert first_difference(final(directory), whole) is None
+
+
+def test_a_second_hangup_does_not_end_the_step(tmp_path: Path) -> None:
+    process = started(tmp_path / "run", "twice", signal.SIGHUP)
+    assert process.ended() == 128 + signal.SIGHUP
+    assert (tmp_path / "run" / "after the second").exists()
+    assert step_of_newest(tmp_path / "run") == 8
+
+
+def test_a_hangup_that_is_ignored_as_under_nohup_stays_ignored(tmp_path: Path) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        hangup = on(Callback.on_step_end, at=1)(lambda run: os.kill(os.getpid(), signal.SIGHUP))
+        run = tiny_run(directory=tmp_path, steps=2, callbacks=[Checkpoint(), hangup])
+        assert run.outcome is not None
+        assert run.outcome.kind == "finished"
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_with_on_signal_false_a_signal_does_what_it_always_did(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
-from torchmetrics import CatMetric, MeanMetric, MeanSquaredError, MetricCollection
+from torchmetrics import MeanMetric, MeanSquaredError, MetricCollection
 
 from cadenza import Trainer, load_weights
 from cadenza.callbacks import Checkpoint, Ema, Evaluate
@@ -84,7 +84,7 @@ def test_an_evaluation_and_a_prediction_equal_those_of_one_process(make: Callabl
         one = trainer(model=nn.Sequential(nn.BatchNorm1d(3), blocks()), driver=make())
         data, metrics = loader(37, shuffle=False), {"own": InOrder(), "mse": MeanSquaredError()}
         evaluated = one.evaluate(data, metrics=metrics, compute=judged)
-        return evaluated, one.predict(data, compute=lambda model, batch: model(batch[0]))
+        return evaluated, one.predict(data, compute=lambda model, batch: model(batch[0]), everywhere=True)
 
     expected, predictions = results(single)
     for got, predicted in on_ranks(partial(results, make), ranks):
@@ -101,22 +101,14 @@ def test_a_rank_without_any_batch_takes_part_with_nothing() -> None:
     assert on_ranks(short, 3) == [pytest.approx(alone, rel=1e-6)] * 3
 
 
-@pytest.mark.parametrize(
-    ("sizes", "metrics", "message"),
-    [
-        ((4,), {"cat": (CatMetric(), "kl")}, "the metric 'cat' of 'eval' keeps a list on each rank"),
-        ((), None, "the loader of 'eval' gave no batch. Give one that has at least one, and can be read again."),
-    ],
-    ids=["a list needs a batch on each rank", "no batch on any rank"],
-)
-def test_too_few_batches_are_an_error_on_all_ranks(sizes: tuple[int, ...], metrics: Any, message: str) -> None:
+def test_a_loader_without_any_batch_is_an_error_on_all_ranks() -> None:
     def short() -> str:
         with pytest.raises(DataError) as caught:
-            trainer().evaluate(stream(*sizes), compute=two_losses, metrics=metrics)
+            trainer().evaluate(stream(), compute=two_losses)
         return str(caught.value)
 
-    for told in on_ranks(short, 2):
-        assert told.startswith(message)
+    message = "the loader of 'eval' gave no batch. Give one that has at least one, and can be read again."
+    assert on_ranks(short, 2) == [message] * 2
 
 
 # -- predictions
@@ -259,7 +251,7 @@ def test_every_rank_evaluates_the_chosen_weights_and_gets_its_own_back(tmp_path:
     load_weights(tmp_path / "run", model, which="best", weights="ema")  # in one process, whatever wrote it
     expected = torch.cat([model.eval()(batch[0]) for batch in data])
     torch.testing.assert_close(ranks[0][2], expected)
-    torch.testing.assert_close(ranks[1][2], expected)
+    assert ranks[1][2] is None
     one = trainer(data, compute_loss=judged, directory=tmp_path / "run")
     for weights, result in ((None, ranks[0][0][1]), ("ema", ranks[0][0][2])):
         assert one.evaluate(data, which="best", weights=weights)["eval/loss"] == pytest.approx(result)

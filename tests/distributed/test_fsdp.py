@@ -31,8 +31,9 @@ from cadenza.callbacks import (
     Summary,
     Swa,
 )
-from cadenza.drivers import FsdpDriver
+from cadenza.drivers import Driver, FsdpDriver
 from cadenza.errors import DistributedError
+from cadenza.optim.optimizers import fused, notes
 from cadenza.records.record import Histogram
 from cadenza.testing import launch, tiny_trainer
 from tests.distributed.drivers import Block, blocks, ddp, sharded, single
@@ -455,3 +456,48 @@ def test_a_hook_between_the_passes_sees_shards() -> None:
         return kinds
 
     assert on_ranks(seen) == [{True}, {True}]
+
+
+@pytest.mark.parametrize("act", ["fit", "evaluate"])
+def test_ddp_refuses_a_sharded_model_with_what_to_do(act: str) -> None:
+    def told() -> str:
+        model = blocks()
+        trainer(model=model, driver=sharded(), max_steps=1).fit()
+        other = trainer(model=model, driver=ddp())
+        return refusal(other.fit if act == "fit" else partial(other.evaluate, loader(8)))
+
+    for message in on_ranks(told):
+        assert "DdpDriver needs the whole weights on each rank, and those of this model are shards" in message
+        assert message.endswith("Use driver='fsdp', or build the model again and load its weights.")
+
+
+# -- fused updates
+
+
+def updated(kind: Any, driver: Callable[[], Driver], **given: Any) -> tuple[bool, str, Tensor]:
+    """Train; return whether the update was fused, the line of the plan, and the weights."""
+    one = trainer(loader(48), model=blocks(), optimizer=lambda held: kind(held, lr=0.01, **given), driver=driver())
+    run = one.fit()
+    return fused(run.optimizers[0]), notes(run.optimizers, one.model, own=False)[0], weights_of(one)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam])
+@pytest.mark.parametrize(("ranks", "options"), [(2, {}), (3, {}), (4, {"replicas": 2}), (2, {"cpu_offload": True})], ids=str)
+def test_updates_of_shards_are_fused_and_equal_those_of_each_weight(kind: Any, ranks: int, options: dict[str, Any]) -> None:
+    def both() -> Any:
+        return [updated(kind, partial(sharded, **options), **given) for given in ({}, {"foreach": False})]
+
+    for (is_fused, told, weights), (plain, _, expected) in on_ranks(both, ranks):
+        assert (is_fused, plain) == (True, False)
+        assert told.startswith(f"optimizer: {kind.__name__}, built fused")
+        torch.testing.assert_close(weights, expected, atol=1e-6, rtol=1e-5)
+
+
+def test_updates_that_torch_cannot_fuse_in_shards_say_why() -> None:
+    def results() -> Any:
+        sgd = updated(torch.optim.SGD, sharded, momentum=0.9)
+        adagrad = updated(torch.optim.Adagrad, sharded)
+        return [one[:2] for one in (sgd, adagrad)]
+
+    why = "not fused: a parameter is a DTensor, of which torch fuses Adam and AdamW alone"
+    assert on_ranks(results) == [[(False, f"optimizer: SGD, {why}"), (False, f"optimizer: Adagrad, {why}")]] * 2

@@ -201,7 +201,7 @@ def test_on_as_many_ranks_it_continues_to_the_same_bits_inside_an_epoch(driver: 
     for cut, whole in on_ranks(cut_and_whole, ranks):
         assert torch.equal(cut.weights, whole.weights)
         assert torch.equal(cut.average, whole.average)
-        assert whole.facts["fused"] is (driver == "ddp")
+        assert whole.facts["fused"]
 
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -212,12 +212,12 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 @pytest.mark.parametrize("name", ["Adam", *(pytest.param(name, marks=pytest.mark.long) for name in ("SGD", "Adagrad"))])
-def test_what_was_fused_over_whole_weights_goes_on_in_shards_not_fused(name: str, tmp_path: Path) -> None:
+def test_what_was_fused_over_whole_weights_goes_on_in_shards(name: str, tmp_path: Path) -> None:
     make = shuffled(159)
     arguments: dict[str, Any] = {"optimizer": OPTIMIZERS[name], "compute_loss": weighted}
     chain: list[Leg] = [("single", 1, 2), ("fsdp", 3, 5), ("ddp", 2, None)]
     end, facts = continued(tmp_path / "cut", make, chain, grouped=True, model=blocks(), **arguments)
-    assert [one["fused"] for one in facts[:2]] == [True, False]
+    assert [one["fused"] for one in facts[:2]] == [True, name == "Adam"]  # torch fuses others in whole weights alone
     whole = part(tmp_path / "whole", make, accumulate=12, model=blocks(), **arguments)
     assert torch.allclose(end.weights, whole.weights, atol=1e-6)
 

@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,15 @@ from torch import distributed as dist
 from torch.utils.data import DataLoader, DistributedSampler
 
 from cadenza import Callback, Run, on
-from cadenza.callbacks import LogTraining
-from cadenza.drivers import DdpDriver, driver_of, joining
+from cadenza.callbacks import Checkpoint, LogTraining
+from cadenza.drivers import DdpDriver, Driver, driver_of, joining
 from cadenza.drivers.joining import rendezvous_of
+from cadenza.drivers.sharding import local
 from cadenza.engine import rank_sync
 from cadenza.engine.session import session_of
 from cadenza.errors import DataError, DistributedError
 from cadenza.testing import launch
-from tests.distributed.drivers import fsdp
+from tests.distributed.drivers import blocks, ddp, fsdp, sharded
 from tests.distributed.parts import Batch, loader, network, samples, squared_error, trainer, weights_of
 from tests.distributed.parts import own_rank as rank
 from tests.distributed.standing import on_ranks
@@ -66,6 +68,56 @@ def test_a_stop_that_one_rank_asks_for_is_taken_on_all_at_the_same_step(name: st
         assert step == expected
         assert told == ["stopped", "enough", "enough"]
     assert ranks[1 - asking][1].startswith(f"stopped by stop on rank {asking}")
+
+
+SAVES: dict[str, tuple[Listens, int, int]] = {  # when a rank asks, the steps that are complete then, and where all save
+    "in a step": (on(Callback.on_step_end), 3, 4),
+    "in the last step of an epoch": (on(Callback.on_step_end), 6, 6),
+    "in a batch": (on(Callback.on_batch_end), 2, 4),
+    "at the start of a run": (on(Callback.on_fit_start), 0, 1),
+    "at the end of a run": (on(Callback.on_fit_end), 8, 8),
+}
+
+
+@pytest.mark.parametrize("asking", [(0,), (1,), (0, 1)], ids=str)
+@pytest.mark.parametrize("make", [ddp, fsdp])
+@pytest.mark.parametrize("name", SAVES)
+def test_a_save_that_one_rank_asks_for_is_done_by_all_at_the_same_step(
+    name: str, make: Callable[[], Driver], asking: tuple[int, ...], tmp_path: Path
+) -> None:
+    listens, at, expected = SAVES[name]
+
+    def saving() -> list[tuple[int, str]]:
+        @listens
+        def ask(run: Run, *_: Any) -> None:
+            if rank() in asking and run.progress.step == at:
+                run.save(f"asked by {len(asking)}")
+
+        writes = Checkpoint("1000 steps", background=False)
+        run = trainer(loader(48), max_steps=8, callbacks=[ask, writes], driver=make(), directory=tmp_path).fit()
+        return [(one.data["step"], one.data["reason"]) for one in run.decisions if one.what == "saved"]
+
+    saved, *_ = on_ranks(saving)
+    all_at_once = len(asking) == 2 and name in ("in a step", "in a batch")
+    wanted = expected - all_at_once
+    assert [step for step, reason in saved if reason == f"asked by {len(asking)}" or step == 8] == sorted({wanted, 8})
+    assert saved[-1][0] == 8
+
+
+def test_saves_that_ranks_ask_for_at_different_steps_are_all_done(tmp_path: Path) -> None:
+    def saving() -> tuple[list[int], list[float]]:
+        @on(Callback.on_step_end)
+        def ask(run: Run) -> None:
+            if run.progress.step in ((2, 5) if rank() else (3, 5)):
+                run.save(f"by rank {rank()}")
+
+        writes = Checkpoint("1000 steps", background=False)
+        run = trainer(loader(48), max_steps=8, callbacks=[ask, writes], directory=tmp_path).fit()
+        return [one.data["step"] for one in run.decisions if one.what == "saved"], weights_of(run).tolist()
+
+    (first, weights), (_, same) = on_ranks(saving)
+    assert first == [3, 5, 8]
+    assert weights == same
 
 
 def test_a_stop_that_all_ranks_ask_for_is_taken_at_once() -> None:
@@ -274,7 +326,6 @@ def test_what_cannot_work_is_an_error_on_all_ranks(tmp_path: Path) -> None:
     wrong: dict[str, Callable[[], object]] = {
         "cannot be written": lambda: trainer(directory=tmp_path / "file").fit(),
         "the training loader has 1 batch for 2 ranks": lambda: trainer(loader(4)).fit(),
-        "the loader of 'eval' has 1 batch for 2 ranks": lambda: trainer().evaluate(loader(4)),
         "^driver='single' is for one process, and this one was started as one of WORLD_SIZE=2.*"
         "Use driver='auto', 'ddp' or 'fsdp', or start it without": lambda: trainer(driver="single"),
     }
@@ -288,7 +339,7 @@ def test_what_cannot_work_is_an_error_on_all_ranks(tmp_path: Path) -> None:
         return kinds
 
     main, other = on_ranks(errors)
-    assert main == ["DirectoryError", "DataError", "DataError", "ValueError"]
+    assert main == ["DirectoryError", "DataError", "ValueError"]
     assert other == ["DistributedError", *main[1:]]
 
 
@@ -346,6 +397,28 @@ def test_nccl_waits_longer_than_the_exchange_that_names_a_late_rank(
     assert given["timeout"].total_seconds() == limit_s
 
 
+def test_nccl_connects_at_the_start_and_its_records_lie_in_the_directory_of_the_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **options: given.update(options))
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    at = joining.Rendezvous(0, 0, 1, "127.0.0.1", port, False)
+    joining.join(at, "cpu:gloo,cuda:nccl", timeout_s=20, device=torch.device("cuda", 0))
+    assert given["device_id"] == torch.device("cuda", 0)
+
+    def dumped() -> list[str | None]:
+        driver = ddp()
+        driver.device = torch.device("cuda", 0)  # as with NCCL
+        os.environ.pop("TORCH_FR_DUMP_TEMP_FILE", None)
+        os.environ["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"] = "mine"
+        driver.keep_dumps(tmp_path)
+        return [os.environ.get(name) for name in ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")]
+
+    assert on_ranks(dumped) == [[str(tmp_path / "nccl-trace.rank"), "mine"]] * 2
+
+
 @pytest.mark.parametrize("judge", ["evaluate", "predict"])
 def test_an_error_of_one_rank_in_an_evaluation_is_told_to_the_others(judge: str) -> None:
     def failing() -> None:
@@ -365,3 +438,66 @@ def test_an_error_of_one_rank_in_an_evaluation_is_told_to_the_others(judge: str)
     assert first.__notes__[0].startswith(f"context: compute, in batch 1 of {where}, on rank 1")
     assert isinstance(second, DistributedError)
     assert "rank 1: ZeroDivisionError: on purpose" in str(second)
+
+
+# -- weights and rates that one rank has changed alone
+
+
+DIGESTS: dict[str, tuple[Callable[[], Driver], int]] = {
+    "ddp": (ddp, 2),
+    "ddp-3": (ddp, 3),
+    "fsdp": (sharded, 2),
+    "hsdp": (partial(sharded, replicas=2), 4),
+}
+
+
+def differences(make: Callable[[], Driver], directory: Path, change: Callable[[Run], object]) -> list[Any]:
+    """Change something on rank 1 after step 3; return what the ranks find at the saves."""
+    alone = on(Callback.on_step_end, at=3)(lambda run: change(run) if rank() == 1 else None)
+    callbacks = [alone, Checkpoint("2 steps")]
+    run = trainer(loader(48), callbacks=callbacks, driver=make(), max_steps=6, directory=directory, model=blocks()).fit()
+    return [(one.data["step"], one.why, one.data["names"]) for one in run.decisions if one.what == "ranks differ"]
+
+
+def change_rate(run: Run) -> None:
+    run.optimizers[0].param_groups[0]["lr"] *= 2
+
+
+def change_weight(run: Run) -> None:
+    with torch.no_grad():
+        local(run.model[2].inner.weight).mul_(1.001)
+
+
+@pytest.mark.parametrize("name", DIGESTS)
+def test_a_rate_that_one_rank_changes_is_found_at_the_next_save(name: str, tmp_path: Path) -> None:
+    make, ranks = DIGESTS[name]
+    for found in on_ranks(partial(differences, make, tmp_path, change_rate), ranks):
+        step, why, names = found[0]
+        assert step == 4
+        assert why == "at the save of step 4, the learning rate of group 0 differs between rank 0 and rank 1"
+        assert names[0] == "the learning rate of group 0"
+
+
+@pytest.mark.parametrize(("name", "first", "other"), [("ddp", 0, 1), ("ddp-3", 0, 1), ("hsdp", 1, 3)])
+def test_a_weight_that_one_rank_changes_is_found_at_the_next_save(name: str, first: int, other: int, tmp_path: Path) -> None:
+    make, ranks = DIGESTS[name]
+    for found in on_ranks(partial(differences, make, tmp_path, change_weight), ranks):
+        step, why, names = found[0]
+        assert step == 4
+        assert why == f"at the save of step 4, 2.inner.weight differs between rank {first} and rank {other}"
+        assert "2.inner.weight" in names
+
+
+@pytest.mark.parametrize("name", DIGESTS)
+def test_equal_ranks_find_no_difference(name: str, tmp_path: Path) -> None:
+    make, ranks = DIGESTS[name]
+    assert on_ranks(partial(differences, make, tmp_path, lambda run: None), ranks) == [[]] * ranks
+
+
+def test_a_driver_that_averages_weights_now_and_then_may_have_others_in_between(tmp_path: Path) -> None:
+    class Local(DdpDriver):
+        def after_update(self, model: nn.Module, step: int) -> None:
+            """Average at another time."""
+
+    found = on_ranks(partial(differences, partial(Local, "cpu", timeout_s=100), tmp_path, change_weight))
+    assert found == [[], []]

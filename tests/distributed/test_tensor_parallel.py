@@ -103,7 +103,7 @@ def trained(driver: Driver, accumulate: int) -> tuple[Tensor, dict[str, dict[int
     own = [batch.indices for step in steps for batch in step.batches if batch.rank == driver.data_rank]
     assert seen == Counter(number for indices in own for number in indices or ())
     history = {name: dict(run.history[name]) for name in run.history.names}
-    predicted = one.predict(loader(37, shuffle=False), compute=lambda model, batch: model(batch[0]))
+    predicted = one.predict(loader(37, shuffle=False), compute=lambda model, batch: model(batch[0]), everywhere=True)
     return weights_of(one), history, predicted, seen, run.progress.samples
 
 

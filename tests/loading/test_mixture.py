@@ -449,7 +449,8 @@ def judge(stop: Any) -> dict[str, float]:
 def predicted() -> Tensor:
     loaders = {"a": [torch.arange(i, i + 1.0).unsqueeze(1) for i in range(3)], "b": list(torch.arange(10.0, 14).view(4, 1, 1))}
     one = trainer(loader(24), model=nn.Identity(), optimizer=lambda _: torch.optim.SGD([torch.zeros(1)], 0.1))
-    predictions: Tensor = one.predict(Mixture(loaders, "sequential"), compute=lambda model, batch: model(batch))
+    mixture = Mixture(loaders, "sequential")
+    predictions: Tensor = one.predict(mixture, compute=lambda model, batch: model(batch), everywhere=True)
     return predictions.flatten()
 
 

@@ -227,7 +227,7 @@ def test_a_message_about_posts_is_as_long_for_any_number_of_ranks(ranks: int) ->
     later = [replace(post, number=post.number + 1) for post in [*at[: ranks // 2], *late[ranks // 2 :]]]
     for before in (at, later):  # the second half is behind; no rank posts any more
         for waited_s in (600, None):
-            assert len(culprit(before, later, waited_s)) < 600
+            assert len(culprit(before, later, waited_s)) < 650
     assert f"rank {ranks // 2} did not reach step 12 within 600 s; last seen at step 10" in culprit(at, later, 600)
     assert ranks / interval(ranks) <= 256, "all ranks together post at most 256 times a second"
 
@@ -245,7 +245,7 @@ def test_posts_are_sent_by_another_thread_and_read_in_one_exchange() -> None:
         until(lambda: posts.read()[0] is not None)
         assert posts.read()[0] == Post(1, "`F.on_step_end` (train.py:31)", number=1)
     assert len(sent) == 2  # the interval is four seconds; the last one says that the rank has left
-    assert max(sent) < 150
+    assert max(sent) < 170
 
 
 @pytest.mark.parametrize("ranks", WORLDS)

@@ -55,9 +55,10 @@ class Checkpoint(Callback):
         keep_last: Short for ``Last(n)``: the number of newest checkpoints to keep; None keeps all.
         keep_best: Short for ``Best(name, mode=...)``: a pair such as ``("eval/acc", "max")``, a loss, or several.
         on_exception: Write one when an error ends the run. In the middle of a step it is marked as not exact.
-        on_signal: During a run in the main thread, SIGTERM, SIGUSR1 and SIGINT (Ctrl-C) end the run: the step is completed, a
-            checkpoint is written, and the process exits with 128 + the number of the signal. A second signal ends the process
-            at once; a second Ctrl-C raises KeyboardInterrupt. Your own handler for SIGINT is not replaced.
+        on_signal: During a run in the main thread, SIGTERM, SIGUSR1, SIGHUP and SIGINT (Ctrl-C) end the run: the step is
+            completed, a checkpoint is written, and the process exits with 128 + the number of the signal. A second signal ends
+            the process at once; a second Ctrl-C raises KeyboardInterrupt, a second SIGHUP is ignored. Your own handler for
+            SIGINT is not replaced, nor is SIGHUP handled if it is ignored, as under nohup.
         grace_s: The seconds between SIGTERM, SIGUSR1 or Ctrl-C and the kill, such as SLURM's KillWait. If the last write is
             expected to take longer than the rest of this time, the weights are written first, then the whole checkpoint. A
             process that is killed in between leaves the weights, and the run continues at the checkpoint before. The

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from itertools import zip_longest
 from pathlib import Path
 from string import Formatter
 from typing import TYPE_CHECKING, Any
@@ -117,7 +116,7 @@ class SavePredictions(Callback):
         parts, self._parts = self._parts, []
         if not evaluation.complete:
             return
-        parts = _of_all_ranks(run, parts)
+        parts = [*run.driver.in_turns(iter(parts), len(parts))]  # those of all ranks, in the order of the loader
         if run.is_main:
             path = self._target(run)
             if not parts or not parts[0]:
@@ -166,11 +165,6 @@ class SavePredictions(Callback):
             f"{str(path)!r} exists, and SavePredictions would replace it. Move it, give another path (it may have the fields "
             "{epoch} and {step}), or SavePredictions(..., overwrite=True)."
         )
-
-
-def _of_all_ranks(run: Run, parts: list[Rows]) -> list[Rows]:
-    """Return the rows of all ranks in the order of the loader. Rank r of n has every n-th batch. Every rank must call this."""
-    return [rows for turn in zip_longest(*run.driver.gather_data(parts)) for rows in turn if rows is not None]
 
 
 def _columns(name: str, value: Any) -> Iterator[tuple[str, Any]]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain, islice
 from sys import maxsize
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from cadenza.checkpoint.parts import PARTS, Target, Written, environment_of, naming, placed
@@ -29,6 +31,7 @@ from cadenza.errors import CheckpointMismatchError, StateError
 from cadenza.optim.model_state import buffers_of, load_by_model, load_into, plain_name, state_of, untied
 from cadenza.optim.optimizers import is_of_torch
 from cadenza.optim.settings import Difference
+from cadenza.records.scalars import ArrivingNumbers
 from cadenza.status.formats import few
 from cadenza.status.plain import encode, first_unbuilt, host_copy, is_built_of_tensors
 
@@ -127,6 +130,62 @@ def take(session: Session, reason: str, fixed: Mapping[str, Any] | None = None) 
     snapshot = Snapshot(reason, tensors, state, {}, exact, own if together and not main else None, main)
     session.hooks.on_save(session.run, snapshot)
     return snapshot
+
+
+_SHOWN = 20  # names in a decision
+
+
+class Digest:
+    """The learning rates and sums of the bits of the weights at a save, by which ranks find that one has changed them alone.
+
+    Weights on a device are read at the next step boundary, so that no save waits for it.
+
+    Args:
+        session: The session of a run on multiple ranks, by a weak reference.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._step = session.progress.step
+        groups = [group for optimizer in session.optimizers for group in optimizer.param_groups]
+        rates = torch.tensor([float(group.get("lr", 0.0)) for group in groups], dtype=torch.float64)
+        weights = dict(session.module.named_parameters()) if session.driver.copies else {}
+        sums = ArrivingNumbers([_sum_of_bits(local(weight)) for weight in weights.values()])
+        self._names = ([f"the learning rate of group {number}" for number in range(len(groups))], [*weights])
+        self._numbers = rates.view(torch.int64).tolist(), sums
+
+    def compare(self) -> None:
+        """Report what differs over the ranks. Every rank must call this."""
+        session, driver = self._session, self._session.driver
+        if not session.sync.together:
+            return
+        found: dict[str, int] = {}
+        for names, numbers, of_weights in zip(self._names, self._numbers, (False, True), strict=True):
+            if names:
+                own = torch.tensor([*numbers], dtype=torch.int64)
+                found |= {names[index]: int(own[index]) for index in driver.differing(own, of_weights=of_weights)}
+        if not driver.any_rank(bool(found)):
+            return
+        everyone = driver.gather(dict(islice(found.items(), _SHOWN)))
+        names = [*dict.fromkeys(chain.from_iterable(everyone))]
+        holders = {rank: held[names[0]] for rank, held in enumerate(everyone) if names[0] in held}
+        first, *others = holders
+        differing = few([f"rank {rank}" for rank in others if holders[rank] != holders[first]], 4)
+        why = f"at the save of step {self._step}, {names[0]} differs between rank {first} and {differing}"
+        session.decide("ranks differ", why, who="Checkpoint", data={"step": self._step, "names": names})
+        if driver.is_main:
+            session.warn(
+                f"{why}: they train different models, and the checkpoint holds one of them. A hook has changed it on some "
+                "ranks alone. Change weights and learning rates on all ranks in the same way."
+            )
+
+
+def _sum_of_bits(weight: Tensor) -> Tensor:
+    flat = weight.contiguous().reshape(-1).view(torch.uint8)
+    if flat.storage_offset() % 8:
+        flat = flat.clone()
+    words = len(flat) - len(flat) % 8  # sums of whole words of 8 bytes are limited by the memory alone
+    return (flat[:words].view(torch.int64).sum() + flat[words:].sum(dtype=torch.int64)) >> 1
 
 
 def restore(session: Session, loaded: Loaded, *, strict: bool = False) -> None:

@@ -289,6 +289,8 @@ class CheckpointWriter:
         self.attempts.stop()  # the save that begins is newer
         self.take_results()
         taken = snapshot.take(session, reason, self._fixed)
+        if session.sync.together:
+            session.acts.after_next_step(snapshot.Digest(session).compare)
         for member in retention.members.values():
             member.pending = False
         together = self._together and (session.sync.together or session.driver.world_size == 1)

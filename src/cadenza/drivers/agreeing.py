@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import count
@@ -137,6 +137,21 @@ def by_main(meeting: Meeting, act: Callable[[], T], failed: Failed) -> T:
     result, problem = meeting.broadcast((result, _told(error)))
     _raise_first(error, [problem], failed)
     return cast("T", result)
+
+
+def by_main_from_all(meeting: Meeting, arriving: Iterator[T], act: Callable[[Iterator[T]], R], failed: Failed) -> R | None:
+    """Call `act` with what arrives on the main process, as of `Driver.in_turns`; return its result there.
+
+    Every rank must call this.
+
+    Raises:
+        Exception: The error of `act` on the main process, that of `failed` elsewhere.
+    """
+    result, error = _attempt(lambda: act(arriving)) if meeting.rank == 0 else (None, None)
+    for _ in arriving:  # the other ranks send theirs, also after an error of the main process
+        pass
+    _raise_first(error, [meeting.broadcast(_told(error))], failed)
+    return result
 
 
 def _attempt(act: Callable[[], T]) -> tuple[T | None, Exception | None]:

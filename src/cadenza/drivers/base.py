@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal
+from itertools import chain
+from pathlib import Path
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +20,7 @@ from cadenza.drivers.sharding import Readable
 from cadenza.loading.shards import Shard
 
 Reduction = Literal["mean", "sum", "min", "max", "total"]
+T = TypeVar("T")
 
 
 class Driver(ABC):
@@ -60,8 +63,14 @@ class Driver(ABC):
     shards = False
     """Whether each rank holds a shard of every weight."""
 
+    copies: bool = False
+    """Whether other ranks hold the same weights as this one, at each step."""
+
     adds_nothing: bool = False
     """Whether `add_no_gradients` works, so that one rank alone can drop a batch."""
+
+    after_start: Callable[[], object] | None = None
+    """To be called on every rank after the first step: from then on, ranks wait for each other as long as a step may take."""
 
     to_device: Callable[[Any], Any]
     """Returns a batch with every tensor in it on the device; raises `DataError` if something cannot be moved."""
@@ -157,8 +166,11 @@ class Driver(ABC):
     def gather(self, value: Any) -> list[Any]:
         """Return every rank's `value`, by rank. Every rank must call this, in the same order."""
 
-    def data_group(self) -> Any:
-        """Return the process group of ranks that read different data; None for the default group. Every rank must call this."""
+    def data_group(self, shards: Sequence[int] | None = None) -> Any:
+        """Return the process group of ranks that read different data; None for the default group. Every rank must call this.
+
+        With `shards`, it has the ranks with these `data_rank` alone.
+        """
         return None
 
     def gather_data(self, value: Any) -> list[Any]:
@@ -169,6 +181,30 @@ class Driver(ABC):
         """Return every rank's `value`, by rank, on the main process; an empty list on the others. Every rank must call this."""
         everyone = self.gather(value)
         return everyone if self.is_main else []
+
+    def differing(self, numbers: Tensor, *, of_weights: bool) -> list[int]:
+        """Return the indices of the numbers, int64 of shape (N,), that are not equal on all ranks. Every rank must call this.
+
+        Args:
+            numbers: They are above -2**63.
+            of_weights: Whether they are numbers of the weights that a rank holds: it is compared with its `copies`.
+        """
+        return []
+
+    def in_turns(self, parts: Iterator[T], count: int, *, first: int = 0) -> Iterator[T]:
+        """Yield on the main process the parts of all shards of the data, one of each in turn; none elsewhere.
+
+        Every rank must exhaust it. No rank but the main process holds more than its own parts.
+
+        Args:
+            parts: Those of this rank.
+            count: How many they are.
+            first: The shard with the first part.
+        """
+        for number in range(int(self.reduce(torch.tensor(count), "max"))):
+            own = [next(parts)] if number < count and self.counts else []
+            everyone = self.gather_on_main(own)[:: self.tensor_parallel]
+            yield from chain.from_iterable(everyone[first:] + everyone[:first])
 
     @abstractmethod
     def broadcast(self, value: Any, source: int = 0) -> Any:
@@ -195,6 +231,9 @@ class Driver(ABC):
         """Raise `ValueError` if `prepare` could not give values to all tensors of `model` that are on the device ``meta``."""
         if self.device.type != "meta":
             check_can_materialize(model)
+
+    def keep_dumps(self, directory: Path) -> None:  # noqa: B027  # most write none
+        """Write what is recorded of collectives, after a failure, to this directory."""
 
     def check_trainable(self, model: nn.Module) -> None:  # noqa: B027  # most train all layers
         """Raise `ValueError` if a layer of `model` cannot be trained with this driver."""
@@ -270,6 +309,13 @@ class Driver(ABC):
             where: The part of the script, such as ``"in evaluate"``.
         """
         return nullcontext()
+
+    def error_at_end(self, error: BaseException | None) -> BaseException | None:
+        """Return the error that ended this rank, or else that of another rank, after the last exchange of a run or evaluation.
+
+        Every rank must call this.
+        """
+        return error
 
     def first_error(self, error: BaseException) -> BaseException:
         """Send the error that ends this rank to the other ranks. Return it, or the error of the rank that caused it."""

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor
 from torch import distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from cadenza.drivers.failing import Post, Posts, Waits
 from cadenza.errors import DistributedError
@@ -29,6 +30,51 @@ _SETTINGS = ("src", "dst", "group_src", "group_dst", "ranks")
 _LOOK = 0.75  # the part of the limit after which a rank looks for the others
 _FAILURE_S = 0.5  # the time between two looks whether another rank has failed
 _IDLE = 0.1  # a thread in a backward pass that uses less of its time than this waits for other ranks
+
+
+_OPERATORS = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
+"""The libraries of operators that wait for other ranks, however torch calls them: also in SyncBatchNorm and autograd."""
+
+
+class BeforeCollectives(TorchDispatchMode):
+    """Calls a function with the name of each collective that this thread calls inside, before it runs."""
+
+    def __init__(self, act: Callable[[str], object]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._act = act
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let compiled functions stay compiled inside."""
+        return True
+
+    def __torch_dispatch__(
+        self, operator: Any, types: Sequence[type], values: Sequence[Any] = (), named: Mapping[str, Any] | None = None
+    ) -> Any:
+        if operator.namespace in _OPERATORS:
+            self._act(operator._schema.name.rpartition("::")[2].rstrip("_"))
+        return operator(*values, **(named or {}))
+
+
+@contextmanager
+def alone(what: str, cure: str = "") -> Iterator[None]:
+    """Raise `DistributedError` at each collective inside, if there are multiple ranks.
+
+    Args:
+        what: The description of the code inside, for the message.
+        cure: The end of the message.
+    """
+
+    def refuse(name: str) -> None:
+        raise DistributedError(
+            f"one rank alone does {what}, which calls the collective {name}: a collective needs all ranks{cure}"
+        )
+
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        with BeforeCollectives(refuse):
+            yield
+    else:
+        yield
 
 
 class Comparison:
@@ -211,7 +257,7 @@ def _state(before: Post | None, after: Post | None, every_s: float) -> tuple[boo
     if after.ended:
         return True, f"has left the run {after}"
     if before is None or after.number <= before.number:
-        return True, f"was last seen {after}, and posts no more: paused, or killed"
+        return True, f"was last seen {after.with_age}, and posts no more: paused, or killed"
     idle = after.busy_s - before.busy_s < _IDLE * every_s * (after.number - before.number)
     waits = after.waits is Waits.YES or (after.waits is Waits.MAYBE and idle)
     if waits and (before.step, before.where, before.waits) == (after.step, after.where, after.waits):

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from cadenza.drivers.group import GroupDriver, check_above_zero, check_switches
+from cadenza.drivers.group import GroupDriver, Limits, check_above_zero, check_switches
 from cadenza.drivers.materializing import materialize
+from cadenza.drivers.sharding import is_sharded
 from cadenza.drivers.single import is_split
 from cadenza.errors import DistributedError
 from cadenza.status.formats import counted
@@ -155,13 +156,14 @@ class DdpDriver(GroupDriver):
         process_group: The group of all ranks in which gradients are reduced. None: the default group.
         share_data: Split each loader over the ranks, unless it has a distributed sampler. False: the loaders return
             different shards on each rank, as streams must.
-        timeout_s: Seconds to wait for the other ranks, at the start and in each exchange, before an error is raised.
+        timeout_s: Seconds to wait for the other ranks, at the start and in each exchange, before an error is raised. A mapping
+            sets other limits: ``{"start": 1800, "step": 120, "save": 3600}``. The start ends with the first step.
 
     Raises:
         DistributedError: This process was started alone, or the other ranks cannot be reached.
         TypeError: An argument has a wrong type, such as a `comm_hook` that is no function and no pair.
         ValueError: `process_group` has not all ranks, `comm_hook` is one of local SGD, or a number is not above 0. When a run
-            starts: a model on the CPU has SyncBatchNorm layers.
+            starts: a model on the CPU has SyncBatchNorm layers, or a model is sharded.
 
     >>> import torch.distributed as dist
     >>> from cadenza.testing import tiny_run
@@ -184,7 +186,7 @@ class DdpDriver(GroupDriver):
         comm_hook: CommHook | tuple[object, CommHook] | None = None,
         process_group: dist.ProcessGroup | None = None,
         share_data: bool = True,
-        timeout_s: float = 600,
+        timeout_s: Limits = 600,
     ) -> None:
         check_switches(
             find_unused_parameters=find_unused_parameters,
@@ -216,8 +218,13 @@ class DdpDriver(GroupDriver):
         self._wrappers: WeakValueDictionary[int, DistributedDataParallel] = WeakValueDictionary()
 
     def prepare(self, model: nn.Module) -> nn.Module:
-        self._run += 1
+        self._begin_run()
         self.check_trainable(model)
+        if any(map(is_sharded, model.parameters())):
+            raise ValueError(
+                "DdpDriver needs the whole weights on each rank, and those of this model are shards: FsdpDriver, fully_shard "
+                "or parallelize_module was called with it. Use driver='fsdp', or build the model again and load its weights."
+            )
         self._split = is_split(model)
         materialize(model, self.device, self.meeting)
         model = model if self._split else model.to(self.device)

@@ -8,7 +8,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from enum import IntEnum
 from typing import Any, Self
@@ -48,16 +48,25 @@ class Post:
     """Posts are numbered from 1."""
     ended: bool = False
     """Whether the rank has left the run."""
+    sent_s: float = field(default=0.0, compare=False)
+    """When it was sent, in seconds since the run began. All ranks begin it together, and their clocks may differ."""
+    age_s: float = field(default=0.0, compare=False)
+    """How old it was when it was read."""
 
     def __str__(self) -> str:
         return f"at step {self.step} in {self.where}"
+
+    @property
+    def with_age(self) -> str:
+        """The text, with the age, for a rank that posts no more: it may have gone on for almost a second."""
+        return f"{self}, {self.age_s:.{1 if self.age_s < 10 else 0}f} s ago"
 
 
 class Posts:
     """Posts where this rank is, from a thread of its own, while the block runs. The training thread does nothing for it.
 
     A rank sends one message a second. With more than 256 ranks the interval is longer in proportion, so all ranks together send
-    at most 256 messages a second, each of some 150 bytes, to the store of the process group.
+    at most 256 messages a second, each of some 160 bytes, to the store of the process group.
 
     Args:
         store: A client of the process group's store, for this object alone.
@@ -80,7 +89,7 @@ class Posts:
     ) -> None:
         self.every_s: float = min(interval(ranks), most_s)
         self._store, self._name, self._rank, self._ranks, self._look, self._also = store, name, rank, ranks, look, also
-        self._number, self._over = 0, threading.Event()
+        self._number, self._over, self._began = 0, threading.Event(), time.monotonic()
         self._last, self._held = Post(0, "the start of the run"), False
         self._thread = threading.Thread(target=self._work, name="cadenza posts", daemon=True)
 
@@ -110,7 +119,10 @@ class Posts:
         self._number += 1
         if not self._held:
             self._last = post
-        self._store.set(f"{self._name}/{self._rank}", json.dumps(asdict(replace(post, number=self._number))))
+        self._store.set(f"{self._name}/{self._rank}", json.dumps(asdict(self._dated(post))))
+
+    def _dated(self, post: Post) -> Post:
+        return replace(post, number=self._number, sent_s=round(time.monotonic() - self._began, 1))
 
     # -- for the rank that writes the message ------------------------------------------------------
 
@@ -119,7 +131,8 @@ class Posts:
         keys = [f"{self._name}/{rank}" for rank in range(self._ranks)]
         there = keys if self._store.check(keys) else [key for key in keys if self._store.check([key])]
         found = dict(zip(there, self._store.multi_get(there), strict=True))
-        return [None if key not in found else _post(found[key]) for key in keys]
+        now_s = time.monotonic() - self._began
+        return [None if key not in found else _post(found[key], now_s) for key in keys]
 
     def compared(self, *, all_of: bool = False) -> tuple[list[Post | None], list[Post | None]]:
         """Return the posts now, and again when each rank has posted anew, or could have.
@@ -152,13 +165,14 @@ def culprit(before: Sequence[Post | None], after: Sequence[Post | None], waited_
         waited_s: How long a rank waited for another; None if the contact was lost.
     """
     silent = _silent(before, after)
+    first = [old or new for old, new in zip(before, after, strict=True)]
     known = {rank: post for rank, post in enumerate(after) if post is not None and not post.ended}
     if silent and waited_s is None:
-        return _listed(after, silent, "ended without an error message (killed, or crashed); last seen {}")
+        return _listed(first, silent, "ended without an error message (killed, or crashed); last seen {0.with_age}")
     further = max((post.step for post in after if post is not None), default=0) + 1
     late = f"did not reach step {further}" + ("" if waited_s is None else f" within {waited_s:g} s")
     if silent:
-        return _listed(after, silent, late + "; last seen {}, and it posts no more: paused, or killed")
+        return _listed(first, silent, late + "; last seen {0.with_age}, and it posts no more: paused, or killed")
     if gone := [rank for rank, post in enumerate(after) if post is not None and post.ended]:
         return _listed(after, gone, "left the run {}, and the other ranks did not")
     if not known:
@@ -200,9 +214,9 @@ def _positions(posts: dict[int, Post]) -> str:
     return "; ".join(parts) + ("; ..." if len(ranks) > _SAMPLES else "")
 
 
-def _post(content: bytes) -> Post:
+def _post(content: bytes, now_s: float) -> Post:
     fields: dict[str, Any] = json.loads(content)
-    return Post(**fields | {"waits": Waits(fields["waits"])})
+    return Post(**fields | {"waits": Waits(fields["waits"]), "age_s": max(0.0, now_s - fields["sent_s"])})
 
 
 def own_client(store: Any, timeout_s: float) -> Any:
@@ -275,6 +289,10 @@ class Failure:
         if (note := self._unknown(waited_s)) not in notes_of(error):
             add_note(error, note)
         return error
+
+    def told(self, key: str) -> DistributedError:
+        """Return the error that another rank has sent."""
+        return DistributedError(f"rank {self._rank} ends because another process ended. {_wait(key, _TELLS_S) or ''}".rstrip())
 
     def enter(self, more: int = 1) -> int:
         """Count that this rank enters a part of the script in which all ranks take part; return how many it has entered."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from cadenza.drivers.group import GroupDriver, check_switches
+from cadenza.drivers.group import GroupDriver, Limits, check_switches
 from cadenza.drivers.matching import Choice, check_choice, named_matches
 from cadenza.drivers.materializing import Init, check_can_materialize, empty_tensors, materialize
 from cadenza.drivers.sharding import Readable, chunk_of
@@ -60,7 +60,8 @@ class FsdpDriver(GroupDriver):
         weights: For such a model: a safetensors file, or an index of several, such as ``model.safetensors.index.json``. Each
             rank reads its shards. What the file does not hold is initialized.
         share_data: Split each loader over the ranks; see `DdpDriver`.
-        timeout_s: Seconds to wait for the other ranks, at the start and in each exchange, before an error is raised.
+        timeout_s: Seconds to wait for the other ranks, at the start and in each exchange, before an error is raised. A mapping
+            sets other limits: ``{"start": 1800, "step": 120, "save": 3600}``. The start ends with the first step.
 
     Raises:
         DistributedError: This process was started alone, or the other ranks cannot be reached.
@@ -99,7 +100,7 @@ class FsdpDriver(GroupDriver):
         init: Init | None = None,
         weights: str | os.PathLike[str] | None = None,
         share_data: bool = True,
-        timeout_s: float = 600,
+        timeout_s: Limits = 600,
     ) -> None:
         formats = {"param_dtype": param_dtype, "reduce_dtype": reduce_dtype, "output_dtype": output_dtype}
         for name, dtype in formats.items():
@@ -123,6 +124,7 @@ class FsdpDriver(GroupDriver):
             apart = "" if self.tensor_parallel == 1 else " that do not compute together"
             raise ValueError(f"replicas must divide the number of ranks{apart}, which is {ranks}; got {replicas!r}")
         self.replicas: int = replicas
+        self.copies = self.copies and replicas > 1
         if self._ranks is not None and tuple(self._ranks.mesh.shape) != self._shape:
             raise ValueError(f"replicas={replicas} contradicts the mesh of TensorParallel, {self._ranks}. Leave it out.")
         self.param_dtype: str | None = param_dtype
@@ -173,7 +175,7 @@ class FsdpDriver(GroupDriver):
     def prepare(self, model: nn.Module) -> nn.Module:
         from torch.distributed.fsdp import FSDPModule
 
-        self._run += 1
+        self._begin_run()
         if isinstance(model, FSDPModule):
             _check_arrangement(model, {self._data_shape, self._shape})
             began = model._get_fsdp_state()._is_root is not None  # otherwise torch raises AttributeError
@@ -191,6 +193,13 @@ class FsdpDriver(GroupDriver):
             _checkpoint(module)
         self._shard(model, chosen)
         return self._materialized(model)
+
+    def _most(self, numbers: Tensor, *, of_weights: bool) -> Tensor:
+        if not of_weights:
+            return super()._most(numbers, of_weights=False)
+        numbers = numbers.to(self.device)
+        dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self._mesh().get_group(self._names[0]))
+        return numbers
 
     def _materialized(self, model: nn.Module) -> nn.Module:
         given: dict[str, Any] = {"init": self.init, "weights": self.weights}

@@ -7,13 +7,14 @@ import math
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from itertools import count
+from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
 from typing import Any
@@ -27,7 +28,7 @@ from cadenza.drivers.agreeing import Meeting, over_store
 from cadenza.drivers.base import Driver, Reduction
 from cadenza.drivers.comparing import Comparison
 from cadenza.drivers.failing import Failure, Post, Posts, own_client
-from cadenza.drivers.joining import check_open_files, join, launched, rendezvous_of
+from cadenza.drivers.joining import NCCL_WAITS_LONGER, check_open_files, join, launched, rendezvous_of
 from cadenza.errors import DistributedError
 from cadenza.loading.batches import Mover
 from cadenza.loading.shards import Shard
@@ -100,10 +101,17 @@ def _work(started: SimpleQueue[tuple[Tree, Tensor, Combine, Future[Tensor]] | No
         del work, tree, value, combine, sums  # the thread does not keep the tree
 
 
+Limits = float | Mapping[str, float]
+"""Seconds to wait for the other ranks; a mapping has other limits for the ``start``, a ``step`` and a ``save``."""
+LIMITS = ("start", "step", "save")
+_RECORDS = {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
+_DUMP = "nccl-trace.rank"
+_DUMPS = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
+"""The variables of NCCL's flight recorder, by their names in newer and in older versions of torch."""
 _TREE_FROM = 16  # ranks: with fewer, the ring of gloo takes less time than messages that a thread of Python sends
 _TREE_UP_TO = 64 * 2**10  # bytes: the ring sends each part of a larger tensor twice, the tree the whole one six times
 _LARGEST_EXCHANGE = 64 * 2**20  # bytes: the copies that an exchange needs take no more memory
-_SHARED: WeakKeyDictionary[Any, dict[tuple[float, str], Any]] = WeakKeyDictionary()  # by default group
+_SHARED: WeakKeyDictionary[Any, dict[tuple[tuple[float, ...], str], Any]] = WeakKeyDictionary()  # by default group
 _SUM = (dist.ReduceOp.SUM, torch.add)
 _OPERATIONS = {
     **dict.fromkeys(("mean", "sum", "total"), _SUM),
@@ -120,8 +128,8 @@ class GroupDriver(Driver):
     they are not set, of SLURM; it ends with the process. Every rank must make a driver. The arguments are those of `DdpDriver`.
     """
 
-    def __init__(self, device: str | None, *, share_data: bool, timeout_s: float) -> None:
-        check_above_zero("timeout_s", timeout_s, "seconds")
+    def __init__(self, device: str | None, *, share_data: bool, timeout_s: Limits) -> None:
+        self._limits = limits_of(timeout_s)
         check_switches(share_data=share_data)
         kind = type(self).__name__
         if not launched():
@@ -130,30 +138,44 @@ class GroupDriver(Driver):
                 "it with torchrun --nproc-per-node=2 script.py, or give Trainer(driver='auto')."
             )
         self.share_data: bool = share_data
-        self._timeout_s = timeout_s
+        self._timeout_s = self._limits["step"]
         at = rendezvous_of()
         self.local_rank: int = at.local_rank if at is not None else int(os.environ.get("LOCAL_RANK", 0))
         self.device: torch.device = _device(device, self.local_rank, kind)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
+        self._own: list[Any] = []  # the groups of which this driver sets the time limit
         if dist.is_initialized():
             check_open_files(dist.get_world_size(), 1, serves_store=False)
         else:
             if at is None:
                 raise DistributedError("RANK or WORLD_SIZE is missing: start all processes with torchrun or srun")
             check_open_files(at.ranks, 2, serves_store=at.rank == 0 and not at.hosted)
-            join(at, "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo", timeout_s)
+            for name, value in _RECORDS.items() if self.device.type == "cuda" else ():
+                os.environ.setdefault(name, value)
+            backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
+            join(at, backend, self._limits["start"], self.device)
+            self._own.append(dist.group.WORLD)
             atexit.register(_leave)
         self.rank: int = dist.get_rank()
         self.world_size: int = dist.get_world_size()
         self.reduces: bool = self.world_size > 1
+        self.copies: bool = self.reduces and type(self).after_update is Driver.after_update  # which may average now and then
         self._hosts = self._shared("group", self._new_group)
+        self._own.append(self._hosts)
+        if self._limits["start"] != self._limits["step"]:
+            self.after_start = partial(self._limit, "step")
         self._tree: Tree | None = self._shared("tree", self._new_tree) if self.world_size >= _TREE_FROM else None
-        self._of_data: Any = None
+        self._of_data: dict[tuple[int, ...], Any] = {}
         self.to_device: Mover = Mover(self.device)
         self._number, self._run = self._count(), 0
-        self._failure = Failure(self.rank, timeout_s, None if at is None else at.hosted)
+        self._failure = Failure(self.rank, self._timeout_s, None if at is None else at.hosted)
         self._failure.enter(0)
+
+    def _begin_run(self) -> None:
+        self._run += 1
+        if self.after_start is not None:
+            self._limit("start")
 
     def _count(self) -> int:
         """Return the number of drivers that this rank has made in the process group: the same on all ranks."""
@@ -164,7 +186,7 @@ class GroupDriver(Driver):
 
     def _shared(self, name: str, make: Callable[[], Any]) -> Any:
         """Return what all drivers of a process group with one timeout share."""
-        shared, key = _SHARED.setdefault(dist.group.WORLD, {}), (self._timeout_s, name)
+        shared, key = _SHARED.setdefault(dist.group.WORLD, {}), (tuple(self._limits.values()), name)
         if key not in shared:
             shared[key] = make()
         return shared[key]
@@ -175,19 +197,34 @@ class GroupDriver(Driver):
         It is not the default group, with which the user's code and the reduction of gradients communicate: no collective of
         theirs can be paired with one of ours. It connects hosts, which does not wait for the device.
         """
-        return dist.new_group(backend="gloo", timeout=timedelta(seconds=self._timeout_s))
+        return dist.new_group(backend="gloo", timeout=timedelta(seconds=self._limits["start"]))
+
+    def _limit(self, name: str) -> None:
+        """Set how long the ranks wait for each other from now on: as at the start, or as in a step."""
+        limit = timedelta(seconds=self._limits[name])
+        for group in self._own:
+            longer = NCCL_WAITS_LONGER if group is not self._hosts and self.device.type == "cuda" else timedelta()
+            dist.distributed_c10d._set_pg_timeout(limit + longer, group)
+
+    def keep_dumps(self, directory: Path) -> None:
+        for name in _DUMPS if self.device.type == "cuda" else ():
+            if os.environ.get(name, _DUMP).endswith(_DUMP):  # the user has set no other file
+                os.environ[name] = str(directory / _DUMP)  # NCCL appends the rank
 
     def _new_tree(self) -> Tree:
         """Return the tree for small sums: the all-reduce of gloo is a ring."""
         send, receive = partial(dist.send, group=self._hosts), partial(dist.recv, group=self._hosts)
         return Tree(self.rank, self.world_size, send, receive)
 
-    def data_group(self) -> Any:
-        if self.tensor_parallel > 1 and self._of_data is None:
-            every = [range(first, self.world_size, self.tensor_parallel) for first in range(self.tensor_parallel)]
-            groups = [dist.new_group([*ranks], timedelta(seconds=self._timeout_s)) for ranks in every]
-            self._of_data = groups[self.rank % self.tensor_parallel]
-        return self._of_data
+    def data_group(self, shards: Sequence[int] | None = None) -> Any:
+        shards, together = tuple(range(self.data_world_size) if shards is None else shards), self.tensor_parallel
+        if len(shards) == self.world_size:
+            return None
+        if shards not in self._of_data:
+            every = [[shard * together + first for shard in shards] for first in range(together)]
+            groups = [dist.new_group(ranks, timedelta(seconds=self._timeout_s)) for ranks in every]
+            self._of_data[shards] = groups[self.rank % together]
+        return self._of_data[shards]
 
     def reduce(self, value: Tensor, how: Reduction = "mean") -> Tensor:
         result = value.detach().clone()
@@ -221,6 +258,15 @@ class GroupDriver(Driver):
     def any_rank(self, flag: bool) -> bool:
         return bool(self.reduce(torch.tensor(int(flag)), "max"))
 
+    def differing(self, numbers: Tensor, *, of_weights: bool) -> list[int]:
+        both = torch.cat([numbers, -numbers])
+        most, least = self._most(both, of_weights=of_weights).cpu().chunk(2)
+        return (most != -least).nonzero()[:, 0].tolist()
+
+    def _most(self, numbers: Tensor, *, of_weights: bool) -> Tensor:
+        """Return the largest of each number over all ranks or, `of_weights`, over those that hold the same weights."""
+        return self._reduced(numbers, "max")
+
     def gather(self, value: Any) -> list[Any]:
         everyone: list[Any] = [None] * self.world_size
         dist.all_gather_object(everyone, value, group=self._hosts)
@@ -234,7 +280,9 @@ class GroupDriver(Driver):
     def aside(self) -> Meeting:
         # Through the store: another group would connect each rank with each, and gloo closes a group in which a rank is late.
         name = f"cadenza/meetings/{next(self._shared('meetings', count))}"
-        return self.meeting if (store := self._own_store()) is None else over_store(store, name, self.rank, self.world_size)
+        return (
+            self.meeting if (store := self._own_store("save")) is None else over_store(store, name, self.rank, self.world_size)
+        )
 
     def broadcast(self, value: Any, source: int = 0) -> Any:
         parcel = [value]
@@ -331,12 +379,21 @@ class GroupDriver(Driver):
                 raise
             raise told from error
 
+    def error_at_end(self, error: BaseException | None) -> BaseException | None:
+        if error is not None:
+            self.first_error(error)  # the others read it
+        try:
+            failed = self.any_rank(error is not None)
+        except RuntimeError as lost:
+            return error or lost
+        return self._failure.told(self._failed) if failed and error is None else error
+
     def first_error(self, error: BaseException) -> BaseException:
         return self._failure.first_error(error, self._failed)
 
-    def _own_store(self) -> Any:
+    def _own_store(self, limit: str = "step") -> Any:
         try:
-            return own_client(dist.distributed_c10d._get_default_store(), self._timeout_s)
+            return own_client(dist.distributed_c10d._get_default_store(), self._limits[limit])
         except (RuntimeError, ValueError):  # a backend without a store
             return None
 
@@ -385,6 +442,20 @@ def _leave() -> None:
     if dist.is_initialized():
         time.sleep(0.05)  # its threads need the interpreter to release their last work, and the next call blocks on them
         dist.destroy_process_group()
+
+
+def limits_of(timeout_s: object) -> dict[str, float]:
+    """Return the time limits in seconds, of the start, of a step and of a save.
+
+    Raises:
+        TypeError, ValueError: One is no number above 0, or has another name.
+    """
+    given: Mapping[Any, Any] = timeout_s if isinstance(timeout_s, Mapping) else dict.fromkeys(LIMITS, timeout_s)
+    if unknown := [name for name in given if name not in LIMITS]:
+        raise ValueError(f"timeout_s has limits for {', '.join(LIMITS)}; got {unknown[0]!r}")
+    for name, value in given.items():
+        check_above_zero(f"timeout_s[{name!r}]" if isinstance(timeout_s, Mapping) else "timeout_s", value, "seconds")
+    return {name: given.get(name, 600.0) for name in LIMITS}
 
 
 def check_switches(**given: object) -> None:

@@ -8,8 +8,9 @@ import time
 import uuid
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 from torch import distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # where torch documents them
 
@@ -67,7 +68,7 @@ def rendezvous_of(environment: Mapping[str, str] = os.environ) -> Rendezvous | N
     )
 
 
-_NCCL_WAITS_LONGER = timedelta(seconds=60)
+NCCL_WAITS_LONGER = timedelta(seconds=60)
 """NCCL ends a process in which a collective waits too long. Before, the exchange on the hosts names the rank that is late."""
 
 
@@ -101,8 +102,8 @@ def check_open_files(ranks: int, groups: int, *, serves_store: bool) -> None:
         )
 
 
-def join(at: Rendezvous, backend: str, timeout_s: float) -> None:
-    """Start the process group of all ranks.
+def join(at: Rendezvous, backend: str, timeout_s: float, device: torch.device | None = None) -> None:
+    """Start the process group of all ranks. With a CUDA device, NCCL connects them now, and not in the first step.
 
     Raises:
         DistributedError: The other ranks cannot be reached within `timeout_s` seconds.
@@ -112,8 +113,9 @@ def join(at: Rendezvous, backend: str, timeout_s: float) -> None:
         keeps = at.rank == 0 and not at.hosted
         store = TCPStore(at.host, at.port, at.ranks, keeps, timeout, wait_for_workers=False)
         prefixed = PrefixStore(f"cadenza/{_meeting(store, at, timeout_s)}", store)
-        limit = timeout if backend == "gloo" else timeout + _NCCL_WAITS_LONGER
-        dist.init_process_group(backend, store=prefixed, rank=at.rank, world_size=at.ranks, timeout=limit)
+        limit = timeout if backend == "gloo" else timeout + NCCL_WAITS_LONGER
+        of_device: dict[str, Any] = {"device_id": device} if device is not None and device.type == "cuda" else {}
+        dist.init_process_group(backend, store=prefixed, rank=at.rank, world_size=at.ranks, timeout=limit, **of_device)
     except (RuntimeError, ValueError, TimeoutError) as error:  # torch's own errors of distribution are of the first kind
         raise DistributedError(
             f"rank {at.rank} of {at.ranks} could not reach the other ranks at {at.host}:{at.port} within {timeout_s:g} "

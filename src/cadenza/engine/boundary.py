@@ -12,6 +12,7 @@ from itertools import chain
 from typing import Any
 
 from cadenza.engine.session import Session
+from cadenza.hooks.dispatch import Closer
 from cadenza.loading import Consumed, resumable
 from cadenza.loading.data_course import Point, Segment, described
 from cadenza.loading.mixture import set_source
@@ -40,6 +41,8 @@ def reach(session: Session, *, closing: bool = False, after_step: bool = False) 
         session.metrics.deliver(session.run, session.progress.now(), wait=closing)
     session.cursor.at_boundary |= not closing
     acts.next, acts.later = acts.next + acts.later, []
+    if session.sync.saves:  # that another rank requested, or this one before
+        acts.next.append(Closer(None, partial(session.sync.save, session.savers)))
     while acts.next:
         session.hooks.carry_out([acts.next.pop(0)], session.run, "after_step")
 

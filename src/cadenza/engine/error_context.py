@@ -250,7 +250,7 @@ class _Trace:
                 self.number = (self.number or 0) - (self.function == "each_batch")
                 if len(arguments := held.get("arguments", ())) == 2:
                     scene.predictions, scene.targets = arguments
-            case "results" | "add_metrics" | "_update_with_all_ranks":
+            case "results" | "add_metrics" | "update_with":
                 self.what, self.number, scene.batch = "the results", None, None
                 update = held.get("update", getattr(held.get("metric"), "update", None))
                 self.what = self._metric(update, "the results")

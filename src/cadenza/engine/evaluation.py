@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import is_dataclass
 from functools import partial
-from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar, cast
 
@@ -18,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from cadenza.drivers import Driver
-from cadenza.drivers.agreeing import by_main
+from cadenza.drivers.agreeing import by_main_from_all
+from cadenza.drivers.comparing import BeforeCollectives
 from cadenza.engine.error_context import described, explained, whereabouts
 from cadenza.engine.monitor import check_reported, reports_nothing
 from cadenza.engine.objective import joined, on_host
@@ -48,29 +48,72 @@ _MOST_ROUNDS = 64  # and the maximum number of batches between two exchanges
 
 
 def batches_of(session: Session, evaluation: Evaluation) -> Iterator[tuple[Any, bool]]:
-    """Yield each batch of this rank, on the device, with True.
+    """Yield each batch of this rank, on the device, with True. Compute with it in ``evaluation.first_batch``, if there is one.
 
-    If a forward pass needs all ranks, a rank without further batches gets its last batch again, with False: its forward pass
-    only serves the other ranks.
+    If the computation needs all ranks, a rank without further batches gets its last batch again, with False: its computation
+    only serves the other ranks. If it has no batch at all, it gets that of another rank.
 
     Raises:
+        DataError: The loader gave no batch on any rank.
         EvaluationInterrupted: A signal ends the run. All ranks raise it before the same batch.
     """
     driver, requests = session.driver, session.due.interrupts(session.sync.requests)
-    if driver.in_step:
-        yield from _in_step(session, evaluation, requests)
-        return
     source = iter(evaluation.read(session.run, session.data_seed))
+    if not driver.reduces:
+        for loaded in source if requests is None else _until(requests, evaluation, source):
+            yield driver.to_device(loaded), True
+        if not evaluation.batch:
+            raise _no_batch(evaluation)
+        return
+    evaluation.first_batch = first = FirstBatch(driver, evaluation, next(source, NONE))
+    try:
+        own = first.batch is not NONE
+        if driver.in_step:
+            first.meet(communicates=True)
+        batch = driver.to_device(first.batch) if own else NONE
+        if own:
+            yield batch, True
+        first.meet(communicates=False)
+    finally:
+        evaluation.first_batch = None
+    if first.communicates:
+        batch = batch if own else driver.to_device(first.batch)
+        yield from () if own else [(batch, False)]
+        yield from _in_step(driver, evaluation, source, requests, batch)
+        return
     if requests is not None:
-        source = _agreed(driver, evaluation, source, requests) if driver.reduces else _until(requests, evaluation, source)
+        source = _agreed(driver, evaluation, source, requests)
     for loaded in source:
         yield driver.to_device(loaded), True
 
 
-def check_some(evaluation: Evaluation, driver: Driver) -> None:
-    """Raise `DataError` if an evaluation had no batch on any rank. Every rank must call this."""
-    if not driver.any_rank(evaluation.batch > 0):
-        raise _no_batch(evaluation)
+class FirstBatch(BeforeCollectives):
+    """The first batches of an evaluation on multiple ranks, for ``with``: finds whether computing with them communicates.
+
+    If it does, all ranks compute equally often. Before the first collective, or after the batch if there is none, the ranks
+    meet, and those without a batch get one.
+    """
+
+    def __init__(self, driver: Driver, evaluation: Evaluation, batch: Any) -> None:
+        super().__init__(lambda name: self.meet(communicates=True))
+        self._driver, self._evaluation, self._met = driver, evaluation, False
+        self.batch = batch
+        """The batch of this rank or, if it has none, that of another rank; `NONE` without need for one."""
+        self.communicates = False
+        """Whether the computation needs all ranks."""
+
+    def meet(self, *, communicates: bool) -> None:
+        """Exchange which ranks have a batch, and whether the computation communicates. Every rank must call this."""
+        if self._met:
+            return
+        self._met, driver, has = True, self._driver, self.batch is not NONE
+        flags = driver.reduce(torch.tensor([communicates, not has, driver.rank if has else -1]), "max")
+        self.communicates, lacks, source = bool(flags[0]), bool(flags[1]), int(flags[2])
+        if source < 0:
+            raise _no_batch(self._evaluation)
+        if self.communicates and lacks:
+            batch = driver.broadcast(on_host(self.batch) if driver.rank == source else None, source)
+            self.batch = self.batch if has else batch
 
 
 def _no_batch(evaluation: Evaluation) -> DataError:
@@ -108,9 +151,9 @@ def _agreed(driver: Driver, evaluation: Evaluation, source: Iterator[Any], reque
             yield loaded
 
 
-def _in_step(session: Session, evaluation: Evaluation, requests: Requests | None) -> Iterator[tuple[Any, bool]]:
-    driver, source = session.driver, iter(evaluation.read(session.run, session.data_seed))
-    batch = None
+def _in_step(
+    driver: Driver, evaluation: Evaluation, source: Iterator[Any], requests: Requests | None, batch: Any
+) -> Iterator[tuple[Any, bool]]:
     while True:
         loaded = next(source, NONE)
         signalled = requests is not None and requests.signal is not None
@@ -120,13 +163,9 @@ def _in_step(session: Session, evaluation: Evaluation, requests: Requests | None
             raise EvaluationInterrupted(evaluation.name, evaluation.batch)
         if not have_more:
             return
-        if loaded is NONE:
-            if batch is None:  # a forward pass needs a batch on each rank
-                raise _no_batch(evaluation)
-            yield batch, False
-        else:
+        if loaded is not NONE:
             batch = driver.to_device(loaded)
-            yield batch, True
+        yield batch, loaded is not NONE
 
 
 def evaluate(session: Session, evaluation: Evaluation) -> dict[str, float]:
@@ -178,7 +217,6 @@ def rehearse(session: Session, evaluation: Evaluation, batches: int) -> None:
             if own:
                 tally.add(batch, outputs)
                 trial.batch += 1
-        check_some(trial, session.driver)
         trial.results, trial.complete = tally.results(), True
         check_reported(session.hooks, trial)
         _warn_of_nothing(session, evaluation, trial.results, tally.unused)
@@ -190,16 +228,21 @@ T = TypeVar("T")
 def alone(act: Callable[[Session, Evaluation], T], session: Session, evaluation: Evaluation) -> T:
     """Return what `evaluate` or `predict` does, where no fit is under way; of the errors of all ranks the first is shown."""
     with session.driver.watched(partial(whereabouts, session)):
+        raised: BaseException | None = None
         try:
-            return act(session, evaluation)
-        except BaseException as raised:
-            error = session.driver.first_error(raised)
-            try:
-                if error is raised:
-                    raise
-                raise error from raised
-            finally:
-                del error  # its traceback holds this frame, and the frame the session
+            result = act(session, evaluation)
+        except BaseException as own:
+            raised = own
+        error = session.driver.error_at_end(raised) if evaluation.complete else raised
+        try:
+            if error is None:
+                return result
+            error = session.driver.first_error(error)
+            if error is raised:
+                raise error
+            raise error from raised
+        finally:
+            del error, raised  # a traceback holds this frame, and the frame the session
 
 
 @contextmanager
@@ -238,7 +281,6 @@ def each_batch(session: Session, evaluation: Evaluation, act: Callable[[Any, Out
             raise
         hooks.on_eval_batch_end(run, evaluation, batch, outputs)
         act(batch, outputs)
-    check_some(evaluation, session.driver)
 
 
 def computing(session: Session, evaluation: Evaluation) -> Callable[[Any], Outputs]:
@@ -249,7 +291,11 @@ def computing(session: Session, evaluation: Evaluation) -> Callable[[Any], Outpu
     model = session.module
 
     def computed(batch: Any) -> Outputs:
-        result = compute(model, batch)
+        if (first := evaluation.first_batch) is None:
+            result = compute(model, batch)
+        else:
+            with first:
+                result = compute(model, batch)
         if type(result) is dict:
             return Outputs(result)
         if isinstance(result, Tensor) and (not own or result.ndim == 0):
@@ -277,6 +323,7 @@ class Prediction(Evaluation):
         compute_loss: That of the trainer.
         limit: The maximal number of batches; None: all.
         to: The path of the file to write; None: no file.
+        everywhere: Whether all ranks get the predictions, and not the main process alone.
 
     Raises:
         TypeError: `compute` is missing, and `compute_loss` is a function that only returns a loss; or `to` is no path.
@@ -292,6 +339,7 @@ class Prediction(Evaluation):
         *,
         limit: int | None,
         to: str | os.PathLike[str] | None,
+        everywhere: bool = False,
     ) -> None:
         predicted = compute or getattr(compute_loss, "predict", None)
         if predicted is None:
@@ -304,6 +352,7 @@ class Prediction(Evaluation):
             return {"predictions": predicted(model, batch)}
 
         super().__init__(loader, name="predict", compute=predictions, limit=limit)
+        self.everywhere = everywhere
         self.to: Path | None = None
         self.format: Format | None = None
         if to is not None:
@@ -318,7 +367,7 @@ def predict(session: Session, evaluation: Evaluation) -> Any:
     """Return the predictions for every batch, on the host; or write them to the file of a `Prediction`, and return its path.
 
     Tensors that differ in the first dimension only are joined along it; mappings of such tensors by key; anything else comes
-    as a list with an entry a batch. Every rank must call this.
+    as a list with an entry a batch. Every rank must call this; the main process gets them.
     """
     evaluation.complete, evaluation.batch = False, 0
     with ExitStack() as files:
@@ -327,15 +376,16 @@ def predict(session: Session, evaluation: Evaluation) -> Any:
             session.hooks.on_eval_start(session.run, evaluation)
             evaluation.check_order(session.driver.data_world_size)
             each_batch(session, evaluation, parts.add)
+            result = parts.result()
             evaluation.complete = True
-        return parts.result()
+        return result
 
 
 def _destination(session: Session, evaluation: Evaluation, files: ExitStack) -> _InMemory | _InFile | _Spooled:
     """Return what takes the predictions for a batch, and returns all of them, or the path. Every rank must call this."""
     to, format_ = getattr(evaluation, "to", None), getattr(evaluation, "format", None)
     if to is None or format_ is None:
-        return _InMemory(session.driver)
+        return _InMemory(session.driver, everywhere=getattr(evaluation, "everywhere", False))
     path = session.run.info.base / to
     main_only(session.driver, lambda: _check_can_write(path))  # before the first batch
     if session.driver.world_size == 1:
@@ -353,18 +403,17 @@ def _check_can_write(path: Path) -> None:
 
 
 class _InMemory:
-    def __init__(self, driver: Driver) -> None:
-        self._driver, self._parts = driver, list[Any]()
+    def __init__(self, driver: Driver, *, everywhere: bool) -> None:
+        self._driver, self._everywhere, self._parts = driver, everywhere, list[Any]()
 
     def add(self, batch: Any, outputs: Outputs) -> None:
         self._parts.append(on_host(outputs["predictions"]))
 
     def result(self) -> Any:
-        parts = self._parts
-        if self._driver.data_world_size > 1:  # each rank did every so many-th batch
-            turns = zip_longest(*self._driver.gather_data(parts), fillvalue=NONE)
-            parts = [part for turn in turns for part in turn if part is not NONE]
-        return joined(parts)
+        driver, parts = self._driver, self._parts
+        arriving = driver.in_turns(iter(parts), len(parts))
+        result = by_main_from_all(driver.meeting, arriving, lambda arriving: joined([*arriving]), _failed_on_main)
+        return driver.broadcast(result) if self._everywhere else result
 
 
 class _InFile:
@@ -398,35 +447,25 @@ class _Spooled:
             self._batches += 1
 
     def result(self) -> Path:
-        arriving, failed = self._in_order(), list[Exception]()
-        if self._driver.is_main:
-            try:
-                with writing(self._path, self._format, counter=_COUNTER) as table:
-                    for rows in arriving:
-                        table.add(rows)
-            except Exception as error:
-                failed.append(error)
-        for _ in arriving:  # the other ranks send theirs, also after an error of the main process
-            pass
+        def write(arriving: Iterator[dict[str, Any]]) -> None:
+            with writing(self._path, self._format, counter=_COUNTER) as table:
+                for rows in arriving:
+                    table.add(rows)
 
-        def raise_failed() -> None:
-            for error in failed:
-                raise error
-
-        by_main(
+        self._spool.seek(0)
+        own = (pickle.load(self._spool) for _ in range(self._batches))
+        arriving = self._driver.in_turns(own, self._batches)
+        by_main_from_all(
             self._driver.meeting,
-            raise_failed,
+            arriving,
+            write,
             lambda rank, problem: DistributedError(f"the main process could not write {str(self._path)!r}: {problem}"),
         )
         return self._path
 
-    def _in_order(self) -> Iterator[dict[str, Any]]:
-        """Yield the batches of all ranks on the main process, and none on the others. Communicates."""
-        rounds = int(self._driver.reduce(torch.tensor(self._batches), "max"))
-        self._spool.seek(0)
-        for number in range(rounds):
-            own = pickle.load(self._spool) if number < self._batches else None
-            yield from (rows for rows in self._driver.gather_on_main(own) if rows is not None)
+
+def _failed_on_main(rank: int, problem: str) -> DistributedError:
+    return DistributedError(f"the main process could not join the predictions: {problem}")
 
 
 def columns_of(predictions: Any) -> dict[str, Any]:

@@ -23,7 +23,7 @@ unexpected requests are exchanged at its end. At the end of an epoch and of the 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from signal import Signals
@@ -37,7 +37,7 @@ from cadenza.drivers.base import Driver
 from cadenza.engine.arguments import units_of_changes
 from cadenza.engine.metric_log import is_number, mean_on_its_way, mean_over_ranks
 from cadenza.engine.objective import count_in, counted_tokens, reported_tokens
-from cadenza.engine.step_state import Cursor, Decide, SharedProgress, StepState, number_on_host
+from cadenza.engine.step_state import Cursor, Decide, Saver, SharedProgress, StepState, number_on_host
 from cadenza.errors import LossError
 from cadenza.hooks.counting import exchanged
 from cadenza.hooks.dispatch import Hooks
@@ -148,6 +148,17 @@ class RankSync:
         """Exchange requests now. Communicates: call it only if all ranks know that one has a request."""
         self._note_signal()
 
+    @property
+    def saves(self) -> bool:
+        """Whether a requested save is due at this step boundary, as all ranks know."""
+        return False
+
+    def save(self, savers: Iterable[Saver]) -> None:
+        """Carry out the requested save, if it is due and not done yet. Every rank must call this."""
+        reason, self.requests.save = self.requests.save, ""
+        for saver in savers if reason else ():
+            saver.request(reason)
+
     def take_stop(self) -> Decision | None:
         """Return the stop that was requested, if there is one. A signal is recorded as a decision now."""
         self._note_signal()
@@ -253,6 +264,7 @@ class SharedSync(RankSync):
         self._leave = self._ends = False  # all ranks know that the epoch, or the run, is to end
         self._synchronized = False  # no request can have come since the last exchange
         self._speaks = True  # a hook may have made a request, or logged, in this step
+        self._save = ""  # why all ranks save at this step boundary
         self._waits = False  # as all ranks know, a request or numbers of a rank wait for the end of this step
         self._given: int | None = 0
         self._tokens = 0  # those of this rank that are not sent yet
@@ -398,7 +410,8 @@ class SharedSync(RankSync):
         quiet = 0 if may_speak else following - progress.step - 2
         passed_ns = int(progress.own_s * 1e9) if isinstance(progress, SharedProgress) else 0
         dropped = self._step.dropped and self._driver.counts
-        flags = [self._samples, self._tokens, self.requests.leave, may_speak, passed_ns, dropped]
+        asks = self.requests.leave or bool(self.requests.save)
+        flags = [self._samples, self._tokens, asks, may_speak, passed_ns, dropped]
         self._samples = self._tokens = 0
         own = [*flags, *Silence.votes(quiet), self._weight is not None, self._weight or 0]
         self._weight = None
@@ -444,7 +457,8 @@ class SharedSync(RankSync):
         self._leave, self._synchronized = False, True
         if not may_speak:
             return
-        speaks = acts or requests.leave or self._buffer.holds_numbers or (self._exact and bool(self._samples or self._tokens))
+        asks = requests.leave or bool(requests.save)
+        speaks = acts or asks or self._buffer.holds_numbers or (self._exact and bool(self._samples or self._tokens))
         self._boundary = progress.now(), self._driver.reduce_later(self._own(speaks=speaks))
         if not speaks:
             return
@@ -464,16 +478,20 @@ class SharedSync(RankSync):
     def _own(self, *, speaks: bool) -> Tensor:
         """Return what the ranks exchange at a boundary: what `_complete` receives the sums of."""
         summary = self._buffer.summary(rank=self._driver.rank, counts=self._driver.counts)
-        own = [speaks, self.requests.leave, self._buffer.holds_numbers, self._samples, self._tokens, *summary]
+        asks = self.requests.leave, bool(self.requests.save)
+        own = [speaks, *asks, self._buffer.holds_numbers, self._samples, self._tokens, *summary]
         self._samples = self._tokens = 0
         return torch.tensor(own, dtype=torch.float64)
 
     def _complete(self, sums: Sequence[float]) -> None:
         """Complete the open record, and exchange requests if there are any."""
-        _, leave, holds, samples, tokens, *numbers = sums
+        _, leave, saves, holds, samples, tokens, *numbers = sums
         self._progress.add(int(samples), int(tokens))
         if holds:
             self._buffer.reduce(self._driver, numbers)
+        if saves:
+            reasons = dict.fromkeys(self._driver.gather(self.requests.save))
+            self._save, self.requests.save = "; ".join(filter(None, reasons)), ""
         self._settle(leave=bool(leave))
 
     def _collect(self) -> None:
@@ -484,7 +502,7 @@ class SharedSync(RankSync):
         if self._boundary is None:
             return
         (at, arrived), self._boundary = self._boundary, None
-        speaks, _, holds, samples, tokens, *numbers = arrived().tolist()
+        speaks, _, _, holds, samples, tokens, *numbers = arrived().tolist()
         self._progress.add(int(samples), int(tokens))
         self._waits |= bool(speaks)
         if holds:
@@ -496,6 +514,18 @@ class SharedSync(RankSync):
 
     def take_stop(self) -> Decision | None:
         return self.requests.stop or self.requests.signalled  # a signal is recorded when all ranks know of it
+
+    @property
+    def saves(self) -> bool:
+        return bool(self._save)
+
+    def save(self, savers: Iterable[Saver]) -> None:
+        if self.together:
+            reason, self._save = self._save, ""  # a request that is not exchanged yet waits for the next boundary
+            for saver in savers if reason else ():
+                saver.request(reason)
+        else:
+            super().save(savers)
 
     def mean_loss(self) -> Tensor | None:
         window = self._step.last_window

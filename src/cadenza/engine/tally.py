@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from itertools import zip_longest
-from typing import TYPE_CHECKING, Any
-from warnings import catch_warnings, filterwarnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from cadenza.drivers import Driver
+from cadenza.drivers.agreeing import by_main, by_main_from_all
+from cadenza.drivers.comparing import alone
 from cadenza.engine.objective import count_in, on_host, predictions_in, targets_in
 from cadenza.engine.step_state import number_on_host
-from cadenza.errors import DataError, LossError, nearest
+from cadenza.errors import DataError, DistributedError, LossError, nearest
 from cadenza.loading.batches import moved
 from cadenza.loading.evaluation import (
     Evaluation,
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
 
 NOT_AVERAGED = frozenset({"weight", "samples", "tokens", "predictions", "targets", "logits", "labels"})
 """The names of outputs that have another meaning, so that no mean of them is reported."""
+_REDUCES = ". If the metric reduces over the ranks, give it reduces_itself = True: it then gets the inputs of its rank alone."
+T = TypeVar("T")
 _PENDING = 512  # batches after which their numbers are added up, so that the lists stay short
 
 
@@ -78,22 +81,17 @@ class MetricTally:
         """
         name = self._evaluation.name
         if self._later:
-            self._update_with_all_ranks()
-        self._check_states()
-        metrics = [metric.metric for metric in self._metrics]
-        share_states(metrics)
+            self._update_on_main()
+        shards = self._shards_with_batches()
+        share_states(metric.metric for metric in self._metrics)
         for key, metric in self._evaluation.metrics.items():
-            with catch_warnings(), reduced_over([metric], self._driver.data_group()):
-                if not self._evaluation.batch:  # the other ranks have batches
-                    filterwarnings("ignore", message="The ``compute`` method of metric")
-                value = metric.compute()
             prefix = name if getattr(metric, "flat", False) else f"{name}/{key}"  # a flat metric returns a mapping of results
-            for result, number in _numbers(prefix, value):
+            for result, number in self._computed(prefix, metric, shards):
                 if result in results:
                     raise DataError(f"two results of {name!r} have the name {result!r}. Give the metric {key!r} another name.")
                 results[result] = number
-        for metric in metrics:
-            metric.reset()
+        for updated in self._metrics:
+            updated.metric.reset()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the metrics, and the inputs of those that must see the inputs of all ranks."""
@@ -109,26 +107,45 @@ class MetricTally:
             {updated.inputs: held for updated, held in zip(self._later, each, strict=True)} for each in state["inputs"]
         ]
 
-    def _check_states(self) -> None:
-        """Raise `DataError` if a rank has no batch, and a metric of torchmetrics cannot gather the lists of the others."""
-        driver, evaluation = self._driver, self._evaluation
-        if driver.world_size == 1 or not self._here or not driver.any_rank(not evaluation.batch):
-            return
-        for key, metric in evaluation.metrics.items():
-            if any(isinstance(state, list) for state in getattr(metric, "_defaults", {}).values()):
-                raise DataError(
-                    f"the metric {key!r} of {evaluation.name!r} keeps a list on each rank, which torchmetrics can gather only "
-                    "if each rank has a batch; the loader has fewer batches than ranks. Use smaller batches or fewer ranks."
-                )
+    def _computed(self, prefix: str, metric: Any, shards: Sequence[int] | None) -> list[tuple[str, float]]:
+        """Return the results of a metric. If only these shards have batches, torchmetrics reduces over their ranks alone."""
+        driver, part = self._driver, None if getattr(metric, "reduces_itself", False) else shards
 
-    def _update_with_all_ranks(self) -> None:
-        device = self._driver.device
-        everyone, first = self._driver.gather_data(self._gathered), self._evaluation.first_rank
-        for turn in zip_longest(*everyone[first:], *everyone[:first]):  # the order of one process
-            for given in filter(None, turn):
+        def numbers() -> list[tuple[str, float]]:
+            return [*_numbers(prefix, metric.compute())]
+
+        if any(updated.metric is metric for updated in self._later):
+            return by_main(driver.meeting, lambda: self._alone(numbers), self._failed)
+        with reduced_over([metric], driver.data_group(part)):
+            results = numbers() if part is None or driver.data_rank in part else []
+        return results if part is None else driver.broadcast(results, source=part[0] * driver.tensor_parallel)
+
+    def _shards_with_batches(self) -> Sequence[int] | None:
+        """Return the shards of the data that have batches; None if all have some. Every rank must call this."""
+        driver, has = self._driver, self._evaluation.batch > 0
+        if driver.world_size == 1 or not self._here or not driver.any_rank(not has):
+            return None
+        return [shard for shard, has_batches in enumerate(driver.gather_data(has)) if has_batches]
+
+    def _update_on_main(self) -> None:
+        driver, gathered = self._driver, self._gathered
+
+        def update_with(arriving: Iterator[Any]) -> None:
+            for given in arriving:
                 for updated in self._later:
-                    update = updated.metric.update
-                    update(*(moved(value, device) for value in given[updated.inputs]))
+                    update, arguments = updated.metric.update, [moved(value, driver.device) for value in given[updated.inputs]]
+                    self._alone(partial(update, *arguments))
+
+        arriving = driver.in_turns(iter(gathered), len(gathered), first=self._evaluation.first_rank)
+        by_main_from_all(driver.meeting, arriving, update_with, self._failed)
+
+    def _alone(self, act: Callable[[], T]) -> T:
+        """Call a method of a metric that has the inputs of all ranks, on the main process."""
+        with alone(f"a metric of {self._evaluation.name!r}", _REDUCES):
+            return act()
+
+    def _failed(self, rank: int, problem: str) -> DistributedError:
+        return DistributedError(f"a metric of {self._evaluation.name!r} failed on the main process: {problem}")
 
 
 def _inputs(updated: Updated, evaluation: Evaluation, batch: Any, outputs: Outputs) -> tuple[Any, ...]:

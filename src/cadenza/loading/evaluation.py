@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, SupportsIndex, runtime_checkable
@@ -17,7 +17,7 @@ from cadenza.loading import TensorBatches, resumable
 from cadenza.loading.batches import SampleCounter, with_sample_counts
 from cadenza.loading.loaders import Limited, check_loader, length_of, one_pass
 from cadenza.loading.mixture import Mixture, separate_source, set_source
-from cadenza.loading.shards import Shard, check_enough_batches
+from cadenza.loading.shards import Shard
 from cadenza.loading.streams import is_sharded_stream
 from cadenza.status.formats import counted
 
@@ -99,6 +99,8 @@ class Evaluation(SampleCounter):
         """The number of ranks over which the batches are sharded."""
         self.has_warned = False
         """Whether a warning said that it has no result."""
+        self.first_batch: AbstractContextManager[Any] | None = None
+        """The context of the computation with the first batch, in which multiple ranks find whether it communicates."""
         self.complete = False
         """Whether the last pass was complete. It is true in ``on_eval_end``, except after an error."""
 
@@ -138,12 +140,10 @@ class Evaluation(SampleCounter):
         self.samples: int | None = whole.samples
 
     def read(self, run: Run, data_seed: int) -> Iterator[Any]:
-        """Yield the batches. On multiple ranks, each batch is read by one rank. The loaders of a `Mixture` follow one another.
-
-        Raises:
-            DataError: There are fewer batches than ranks.
-        """
+        """Yield the batches. On multiple ranks, one rank reads each. The loaders of a `Mixture` follow one another."""
         self.ranks, self._before = run.driver.data_world_size, 0
+        if self.ranks > 1:
+            run.driver.share_buffers(run.model)  # checkpoints contain those of the main process
         with separate_source():
             for name, loader in self._loaders().items():
                 self.source, self._number, self.first_ranks[name] = name, 0, self._before % self.ranks
@@ -168,18 +168,13 @@ class Evaluation(SampleCounter):
         return dict(self.sources.items()) or {None: self.loader}
 
     def _read(self, run: Run, given: Iterable[Any], data_seed: int) -> Iterator[Any]:
-        driver, loader, epoch = run.driver, self._limited(given), run.progress.epoch
+        loader, epoch = self._limited(given), run.progress.epoch
         shard = self._shard(run)
         if self.ranks == 1 and not isinstance(given, Mixture):
             if isinstance(given, TensorBatches) or is_sharded_stream(given):  # it must not depend on the number of evaluations
                 loader = resumable(loader, data_seed).batches(epoch, 0)
             yield from self.counted(one_pass(with_sample_counts(loader)))
             return
-        if self.ranks > 1:
-            what = f"the loader of {self.name!r}" if self.source is None else f"the loader {self.source!r} of {self.name!r}"
-            for value in given.loaders.values() if isinstance(given, Mixture) else [loader]:
-                check_enough_batches(value, length_of(value), shard, what)
-            driver.share_buffers(run.model)  # checkpoints contain those of the main process
         whole = isinstance(given, Mixture) and given.stop == "longest"
         source = resumable(loader, data_seed, shard=shard)
         if whole and source.shard.share_data:  # the pairs of new passes are those of one process

@@ -393,6 +393,8 @@ class Part:
     def _watch(self, session: Session, ending: ExitStack) -> None:
         """Post where this rank is until `ending`, and compare its collectives with those of others if that was asked for."""
         driver, limit_s = self.trainer.driver, self.trainer._names_ranks_after_s
+        if session.directory is not None:
+            driver.keep_dumps(session.directory)
         settle = () if self.rank_log is None else (self.rank_log.write_due,)
         most_s = math.inf if limit_s is None else limit_s / 20
         ending.enter_context(driver.watched(partial(whereabouts, session), *settle, most_s=most_s))
@@ -403,6 +405,8 @@ class Part:
         """Set up the run, and restore it if it resumes."""
         trainer, resume = self.trainer, self.resume
         trainer._set_up(session)
+        if trainer.driver.after_start is not None:
+            session.acts.after_step(trainer.driver.after_start)
         trainer.driver.check_trainable(session.module)  # after the callbacks, which may change layers
         session.restored.config = config_of(session)
         before, trainer._last_progress = trainer._last_progress, session.progress
@@ -427,14 +431,17 @@ def elsewhere(callbacks: Iterable[BaseCallback]) -> list[str]:
 
 def _end(session: Session, kind: object, raised: BaseException | None, traceback: object) -> None:
     """Write the outcome of a run. If an error of another rank ended it, raise that rank's error."""
-    if raised is not None or session.sync.requests.back is not None:
+    ended = raised
+    if session.outcome is not None and session.sync.together:  # all ranks have come to their end
+        ended = session.driver.error_at_end(raised)
+    if ended is not None or session.sync.requests.back is not None:
         session.module_flags.rewind()
-    if raised is None:
+    if ended is None:
         if session.sync.requests.back is None:
             start_checks.note_never_fired(session)
         _write_outcome(session)
         return
-    error = session.driver.first_error(raised)
+    error = session.driver.first_error(ended)
     session.end(session.metrics.losses.failed(error))
     try:
         _write_outcome(session)

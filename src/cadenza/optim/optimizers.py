@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
-from cadenza.drivers.sharding import is_sharded
+from cadenza.drivers.sharding import is_sharded, local
 from cadenza.optim.parameters import ModelParameters, parameters_of
 from cadenza.optim.settings import settings_of
 from cadenza.optim.stepping import made_fit
@@ -21,6 +21,7 @@ Optimizers = Optimizer | Sequence[Optimizer] | Callable[[Any], Optimizer | Seque
 
 # torch's own classes with a fused update, and the device types that have it in every supported torch.
 _FUSED_ON = {Adam: ("cpu", "cuda", "mps"), AdamW: ("cpu", "cuda", "mps"), SGD: ("cpu", "cuda", "mps"), Adagrad: ("cpu",)}
+_FUSED_IN_SHARDS = (Adam, AdamW)
 _CHOSEN = (
     "optimizer: {name}, built fused, which is faster and rounds differently. To change that, pass {name}(..., fused=False) or "
     "an optimizer instance."
@@ -145,8 +146,7 @@ def why_not_fused(optimizer: Optimizer, model: nn.Module, device_type: str | Non
         return "dampening is not 0"  # see `made_fit`
     if type(optimizer) in (SGD, Adagrad) and any(getattr(module, "sparse", False) is True for module in model.modules()):
         return "the model has sparse gradients"
-    reasons = (_unfit(parameter, where, device_type or parameter.device.type) for parameter in parameters_of([optimizer]))
-    return next(filter(None, reasons), None)
+    return _unfit(optimizer, where, device_type)
 
 
 def fuse(optimizer: Optimizer) -> None:
@@ -199,7 +199,7 @@ def loadable(optimizer: Optimizer, saved: Mapping[str, Any]) -> Mapping[str, Any
     groups = saved["param_groups"] if is_of_torch(saved) else []
     if where is None or fused(optimizer) or not any(group.get("fused") is True for group in groups):
         return saved
-    if not any(_unfit(parameter, where, parameter.device.type) for parameter in parameters_of([optimizer])):
+    if _unfit(optimizer, where) is None:
         return saved
     return {**saved, "param_groups": [{**group, "fused": None} if group.get("fused") is True else group for group in groups]}
 
@@ -249,7 +249,20 @@ def changed_by_loading(optimizer: Optimizer, saved: Mapping[str, Any]) -> str | 
     return f"{type(optimizer).__name__} continues {'fused' if was else 'not fused'}, as in the checkpoint, for the same bits"
 
 
-def _unfit(parameter: Tensor, where: tuple[str, ...], device_type: str) -> str | None:
+def _unfit(optimizer: Optimizer, where: tuple[str, ...], device_type: str | None = None) -> str | None:
+    """Return why torch cannot fuse the update of these parameters; None if it can."""
+    parameters = parameters_of([optimizer])
+    if not isinstance(optimizer, _FUSED_IN_SHARDS) and any(map(is_sharded, parameters)):
+        return "a parameter is a DTensor, of which torch fuses Adam and AdamW alone"
+    if any(len({getattr(held, "device_mesh", None) for held in group["params"]}) > 1 for group in optimizer.param_groups):
+        return "its parameters are sharded over different ranks"
+    reasons = (_unfit_parameter(parameter, where, device_type or parameter.device.type) for parameter in parameters)
+    return next(filter(None, reasons), None)
+
+
+def _unfit_parameter(parameter: Tensor, where: tuple[str, ...], device_type: str) -> str | None:
+    if is_sharded(parameter):
+        parameter = local(parameter)
     if type(parameter) not in (Tensor, nn.Parameter):
         return f"a parameter is a {type(parameter).__name__}"
     if parameter.dtype not in _DTYPES:

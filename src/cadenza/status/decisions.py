@@ -156,12 +156,18 @@ class Requests:
         """The time at which this process received the signal, by `time.monotonic`."""
         self.from_signals = False
         """Whether a signal can end the run."""
+        self.save: str = ""
+        """Why the run is to be saved at a step boundary; empty without a request."""
         self.leave: bool = False
-        """Whether the epoch is to be left, for any of these."""
+        """Whether the epoch is to be left, for any of the others."""
 
     def ask_stop(self, decision: Decision) -> None:
         """Request the end of the run."""
         self.stop, self.leave = self.stop or decision, True
+
+    def ask_save(self, reason: str) -> None:
+        """Request a save."""
+        self.save = "; ".join(dict.fromkeys(filter(None, [self.save, reason or "requested"])))
 
     def withdraw_stop(self) -> None:
         """Drop the request to end the run, before any rank acts on it."""

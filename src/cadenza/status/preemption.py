@@ -11,7 +11,8 @@ from types import FrameType
 from typing import Any, Protocol, runtime_checkable
 
 # Windows has fewer signals.
-HANDLED = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGINT") if hasattr(signal, name))
+HANDLED = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGHUP", "SIGINT") if hasattr(signal, name))
+_HANGUP: int | None = getattr(signal, "SIGHUP", None)
 _OF_CHILDREN: int | None = getattr(signal, "SIGCHLD", None)
 
 INTERRUPTED = "\nCtrl-C: the run is saved and ends when the step under way is complete. Press Ctrl-C again to end at once."
@@ -29,7 +30,9 @@ def handle_signals(preempt: Callable[[int], None], *, show: bool = True) -> Call
     """Call `preempt` with the number of the first signal. The earlier handlers receive the second one.
 
     Outside of the main thread nothing is done, because Python allows handlers only there. A handler for SIGINT that is not
-    Python's own is not replaced: the script, or an event loop, handles Ctrl-C.
+    Python's own is not replaced: the script, or an event loop, handles Ctrl-C. Nor is SIGHUP, if it is ignored, as under nohup.
+
+    A terminal that closes sends SIGHUP more than once, so the others are ignored.
 
     Args:
         preempt: Called in the signal handler.
@@ -45,6 +48,9 @@ def handle_signals(preempt: Callable[[int], None], *, show: bool = True) -> Call
     of_children = None if _OF_CHILDREN is None else signal.getsignal(_OF_CHILDREN)
     if earlier[signal.SIGINT] is not signal.default_int_handler:
         del earlier[signal.SIGINT]
+    if _HANGUP is not None and earlier[_HANGUP] is signal.SIG_IGN:
+        del earlier[_HANGUP]
+    terminals = [number for number in (1, 2) if os.isatty(number)]
 
     def restore() -> None:
         for number, handler in earlier.items():
@@ -53,6 +59,9 @@ def handle_signals(preempt: Callable[[int], None], *, show: bool = True) -> Call
     def receive(number: int, frame: FrameType | None) -> None:
         restore()
         if os.getpid() == owner:
+            if number == _HANGUP:
+                signal.signal(number, signal.SIG_IGN)
+                _write_nowhere(terminals)
             _outlive_workers()
             preempt(number)
             if number == signal.SIGINT and show:
@@ -91,7 +100,7 @@ _end_of_process: tuple[int, Any] = (0, None)  # the process, and its flag: a for
 
 
 def spare_this_worker(parent_ends: Any) -> None:
-    """Ignore the first SIGINT and SIGTERM in a worker of a loader. The run gets them too, and still reads from the worker.
+    """Ignore the first SIGINT and SIGTERM, and SIGHUP, in a worker of a loader. The run gets them too, and reads on from it.
 
     The worker ends when the process of the run closes it, ends or is gone, or at the second of these signals.
 
@@ -109,6 +118,8 @@ def spare_this_worker(parent_ends: Any) -> None:
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, spare)
+        if _HANGUP is not None:
+            signal.signal(_HANGUP, signal.SIG_IGN)
 
 
 def leaves_by(number: int) -> int | None:
@@ -136,6 +147,14 @@ def _outlive_workers() -> None:
         return
     if getattr(signal.getsignal(_OF_CHILDREN), "__module__", None) == "torch.utils.data._utils.signal_handling":
         signal.signal(_OF_CHILDREN, signal.SIG_DFL)
+
+
+def _write_nowhere(terminals: list[int]) -> None:
+    """Replace terminals that are gone: what is written there would raise an error before the run is saved."""
+    for number in terminals:
+        if not os.isatty(number):
+            with open(os.devnull, "wb") as nowhere:
+                os.dup2(nowhere.fileno(), number)
 
 
 def _show(text: str) -> None:

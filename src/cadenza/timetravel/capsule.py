@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from cadenza.drivers.comparing import alone
 from cadenza.drivers.sharding import is_sharded
 from cadenza.engine.error_context import raised_by_loader
 from cadenza.engine.module_state import Statistics
@@ -31,7 +32,7 @@ from cadenza.records.scalars import Arriving, arriving
 from cadenza.status.decisions import decide
 from cadenza.timetravel.capsule_files import FOLDER, write_capsule
 from cadenza.timetravel.loss_signs import NonFinite, Sign, Spike, Watch, checked_sign
-from cadenza.timetravel.second_pass import Located, alone, locate, located_in
+from cadenza.timetravel.second_pass import Located, locate, located_in
 from cadenza.timetravel.snapshot import undone
 
 if TYPE_CHECKING:

@@ -14,13 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch import distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from cadenza.drivers.comparing import alone
 from cadenza.drivers.sharding import is_sharded
 from cadenza.drivers.single import SingleDriver
 from cadenza.engine.session import Session
-from cadenza.errors import CheckpointMismatchError, DataError, DistributedError
+from cadenza.errors import CheckpointMismatchError, DataError
 from cadenza.loading.batches import moved, rebuilt, tensors_in
 from cadenza.loading.rng import RNGState, preserve_rng_state
 from cadenza.loops.part import Recipe
@@ -320,37 +319,3 @@ def _sample(value: Any, row: int, size: int) -> Any:
     if isinstance(value, Tensor):
         return value[row : row + 1] if value.ndim and len(value) == size else value
     return rebuilt(value, lambda part: _sample(part, row, size))
-
-
-_COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
-"""The libraries of operators that wait for other ranks, however torch calls them: also in SyncBatchNorm and autograd."""
-
-
-@contextmanager
-def alone(what: str) -> Iterator[None]:
-    """Raise `DistributedError` at each collective inside, if there are multiple ranks.
-
-    Args:
-        what: The description of the code inside, for the message.
-    """
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        with _Alone(what):
-            yield
-    else:
-        yield
-
-
-class _Alone(TorchDispatchMode):
-    def __init__(self, what: str) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._what = what
-
-    def __torch_dispatch__(
-        self, operator: Any, types: Sequence[type], values: Sequence[Any] = (), named: Mapping[str, Any] | None = None
-    ) -> Any:
-        if operator.namespace in _COLLECTIVES:
-            name = operator._schema.name.rpartition("::")[2].rstrip("_")
-            raise DistributedError(
-                f"one rank alone does {self._what}, which calls the collective {name}: a collective needs all ranks"
-            )
-        return operator(*values, **(named or {}))

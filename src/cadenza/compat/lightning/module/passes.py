@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import zip_longest
 from typing import Any
 
 from cadenza.compat.lightning.module.module_evaluation import ModuleEvaluation
 from cadenza.compat.lightning.moments import LightningMoments
 from cadenza.compat.lightning.trainer_view import STEP_OUTPUT
-from cadenza.engine.evaluation import NONE, batches_of, check_some, record_evaluated, undisturbed
+from cadenza.engine.evaluation import NONE, batches_of, record_evaluated, undisturbed
 from cadenza.engine.objective import on_host
 from cadenza.engine.session import Session
 from cadenza.hooks.moments import Callback
@@ -107,7 +107,6 @@ def _each_batch(session: Session, evaluation: ModuleEvaluation, *, moments: bool
         else:  # its forward pass only serves the other ranks
             with evaluation.log.muted():
                 step(batch)
-    check_some(evaluation, session.driver)
     _end_loader(evaluation)
 
 
@@ -122,7 +121,8 @@ def _one_batch(
         if moments:
             hooks.on_eval_batch_start(run, evaluation, batch)
         attached.call(f"on_{hook}_batch_start", batch, *indices)
-        result = step(batch)
+        with evaluation.first_batch or nullcontext():
+            result = step(batch)
         outputs = Outputs({STEP_OUTPUT: result})
         evaluation.batch += 1
     except BaseException as error:

@@ -12,21 +12,15 @@ from torch import nn
 from cadenza.drivers import Driver
 from cadenza.loading import resumable
 from cadenza.loading.batches import moved
-from cadenza.loading.loaders import Limited, length_of
-from cadenza.loading.shards import check_enough_batches
+from cadenza.loading.loaders import Limited
 
 
 def batches_of_rank(driver: Driver, model: nn.Module, loader: Any, limit: int | None) -> Iterator[Any]:
-    """Yield this rank's batches of a loader, at most `limit` on each rank. Every rank must call this.
-
-    Raises:
-        DataError: There are fewer batches than ranks.
-    """
+    """Yield this rank's batches of a loader, at most `limit` on each rank. Every rank must call this."""
     if driver.world_size == 1:
         yield from islice(loader, limit)
         return
     shard = driver.data_shard().uneven()
-    check_enough_batches(loader, length_of(loader), shard, "a loader of the evaluation")
     driver.share_buffers(model)  # the buffers of the main process are saved
     read = loader if limit is None else Limited(loader, limit * driver.data_world_size)
     yield from resumable(read, 0, shard=shard).batches(0, 0)
