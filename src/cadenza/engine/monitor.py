@@ -160,9 +160,22 @@ class Monitor:
         )
 
     def check(self, run: Run) -> None:
-        """Raise `MonitorError` unless an evaluation or the training of this run may report the watched name."""
+        """Raise `MonitorError` unless an evaluation or the training of this run may report the watched name.
+
+        Warn if it is a metric that is better in the other direction.
+        """
         if not is_trained(self, hooks_of(run), run.evaluations):
             self.check_reported_by(run.evaluations)
+        logs = {getattr(callback, "prefix", None): callback for callback in hooks_of(run).callbacks.values()}
+        source, _, result = self.name.partition("/")
+        metrics = getattr(run.evaluations.get(source) or logs.get(source), "metrics", {})
+        higher = getattr(metrics.get(result) or metrics.get(result.rpartition("/")[2]), "higher_is_better", None)
+        if isinstance(higher, bool) and higher == (self.mode == "min"):
+            better = "max" if higher else "min"
+            run.warn(
+                f"{self.owner} watches {self.name!r} with mode={self.mode!r}, but a {'higher' if higher else 'lower'} value of "
+                f"this metric is better (higher_is_better={higher}). Give mode={better!r}, unless this is on purpose"
+            )
 
     def check_reported_by(self, evaluations: Iterable[str] | Mapping[str, Evaluation]) -> None:
         """Raise `MonitorError` unless one of the run's evaluations, or their names, may report the watched name."""
