@@ -74,7 +74,7 @@ class Warmup(Callback, Compared):
         self.count: float | None = None
         """The length in the current run; it can have a fractional part if `length` is a fraction."""
         self._last_step = 0.0  # before which the rates are scaled; infinite until so many tokens are seen
-        self._scaled = self._tokens = self._tokens_of_step = 0  # the step of the last scaled update, its tokens in all, its own
+        self._tokens = self._tokens_of_step = 0  # up to the last scaled update, and of its step
 
     def factor(self, position: int) -> float:
         """Return the factor in a step, counted from 1; if `unit` is ``"token"``, in the step with which so many are seen."""
@@ -99,26 +99,25 @@ class Warmup(Callback, Compared):
 
     def on_setup(self, run: Run) -> None:
         optimizer_of(run, self.optimizer, needed_by="Warmup")
-        self.count, self.unit, self._last_step = None, "step", 0.0
+        self.count, self.unit, self._last_step, self._tokens_of_step = None, "step", 0.0, 0
         factors, progress = rates_of(run).factors.setdefault(self.optimizer, []), run.progress
-        factors.append(lambda step: self.factor(self._tokens_in(step, progress) if self.unit == "token" else step))
+        factors.append(lambda step: self.factor(self._tokens_with_step(progress) if self.unit == "token" else step))
 
     def on_fit_start(self, run: Run) -> None:
         if self.count is None:  # otherwise it is restored
             self.count, self.unit = self._count_in(run)
-        self._last_step = math.inf if self.unit == "token" else self.count
-        self._tokens = run.progress.tokens
+        self._last_step, self._tokens = math.inf if self.unit == "token" else self.count, run.progress.tokens
 
-    def _tokens_in(self, step: int, progress: Progress) -> int:
-        """Return the tokens with `step`. The step after the last one is expected to have as many as that."""
-        return progress.tokens + (self._tokens_of_step if step > self._scaled else 0)
+    def _tokens_with_step(self, progress: Progress) -> int:
+        """Return the tokens with those of the step. After an update, the next step is expected to have as many as the last."""
+        return progress.tokens + (self._tokens_of_step if progress.tokens == self._tokens else 0)
 
     def _scale_rates(self, run: Run) -> None:
-        optimizer = run.optimizers[self.optimizer]
+        optimizer, tokens = run.optimizers[self.optimizer], run.progress.tokens
         if any(optimizer is other for other in session_of(run).step.updating):
-            now = run.progress.tokens
-            self._scaled, self._tokens, self._tokens_of_step = run.progress.step + 1, now, now - self._tokens
             rates_of(run).apply(self.optimizer, optimizer, run.progress.step + 1)
+            if self.unit == "token":
+                self._tokens, self._tokens_of_step = tokens, tokens - self._tokens
 
     def _put_rates_back(self, run: Run) -> None:
         rates_of(run).put_back(self.optimizer)
