@@ -313,7 +313,7 @@ class LearningRate(Callback, SetsRates, Compared):
         """Warn of a schedule that begins in a run that continues, because the checkpoint does not have it."""
         done, session = count_of(run, self.unit), session_of(run)
         saved = session.restored.callback_states.get(session.hooks.name_of(self), {})
-        if done and "scheduler" not in saved and self.monitor is None and self.unit != "token":
+        if done and session.advises and "scheduler" not in saved and self.monitor is None and self.unit != "token":
             run.warn(
                 f"the checkpoint has no schedule of LearningRate, which begins at position 0 after {counted(done, self.unit)}. "
                 f"Make it for the rest of the run, such as with total - {done} for total, or train from the start"

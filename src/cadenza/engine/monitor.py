@@ -166,10 +166,10 @@ class Monitor:
         """
         if not is_trained(self, hooks_of(run), run.evaluations):
             self.check_reported_by(run.evaluations)
-        logs = {getattr(callback, "prefix", None): callback for callback in hooks_of(run).callbacks.values()}
         source, _, result = self.name.partition("/")
-        metrics = getattr(run.evaluations.get(source) or logs.get(source), "metrics", {})
-        higher = getattr(metrics.get(result) or metrics.get(result.rpartition("/")[2]), "higher_is_better", None)
+        logs = {log.prefix: log for log in _logs_in(hooks_of(run))}
+        metrics = getattr(run.evaluations.get(source, logs.get(source)), "metrics", {})
+        higher = getattr(metrics.get(result, metrics.get(result.rpartition("/")[2])), "higher_is_better", None)
         if isinstance(higher, bool) and higher == (self.mode == "min"):
             better = "max" if higher else "min"
             run.warn(
@@ -242,8 +242,7 @@ def is_trained(monitor: Monitor, hooks: Hooks, evaluations: Container[str], *, a
     Raises:
         MonitorError: None of these callbacks logs the name.
     """
-    callbacks = [cast("Any", callback) for callback in hooks.callbacks.values() if getattr(callback, "logs_training", False)]
-    logs = [callback for callback in callbacks if monitor.name.startswith(f"{getattr(callback, 'prefix', None)}/")]
+    logs = [log for log in _logs_in(hooks) if monitor.name.startswith(f"{log.prefix}/")]
     if not isinstance(monitor.watched, str) or not logs or logs[0].prefix in evaluations:
         return False
     known = [f"{log.prefix}/{name}" for log in logs for name in (*(log.outputs or ()), *log.metrics)]
@@ -257,6 +256,12 @@ def is_trained(monitor: Monitor, hooks: Hooks, evaluations: Container[str], *, a
             "Add it to LogTraining(outputs=..., metrics=...), or watch a result of an evaluation."
         )
     return True
+
+
+def _logs_in(hooks: Hooks) -> list[Any]:
+    """Return the callbacks that log the training under a prefix."""
+    callbacks = [cast("Any", callback) for callback in hooks.callbacks.values() if getattr(callback, "logs_training", False)]
+    return [callback for callback in callbacks if hasattr(callback, "prefix")]
 
 
 def judge_training(run: Run, prefix: str, sums: Mapping[str, tuple[Any, Any]], *, whole: bool) -> None:

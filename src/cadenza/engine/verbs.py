@@ -434,11 +434,11 @@ class OwnCalls:
             session.acts.after_next_step(self._look_for_updates)
             return
         if updates:
-            cure = f"Before each update call {self._name}.backward(loss), with a loss" if self._handles else "Compute the loss"
+            by_hand = f"Before each update call {self._name}.backward(loss), with a loss of the model of the run"
+            cure = by_hand if self._handles else "Compute the loss with the model that compute_loss receives"
             session.warn(
                 f"after {counted(steps, 'step')} of this run, no update of {self._named(self._waiting)} has had a gradient "
-                f"(other than 0), so its weights have not changed. {cure} of the model of the run, and let no hook drop the "
-                "gradients"
+                f"(other than 0), so its weights have not changed. {cure}, and let no hook drop the gradients"
             )
         elif self._handles:
             update = "" if self._name == "step" else f" and {self._update}"
