@@ -69,9 +69,10 @@ class Trainer(Recipe):
             is a number of steps, or a text in steps, batches, epochs, samples, tokens or ``"50%"`` of the limit to
             which the run is nearest. A change holds from the next step on.
         precision: ``"fp32"``, ``"bf16"`` or ``"fp16"``.
-        seed: Seeds every generator when a run starts. With None the generators keep their state, and the order of the data is
-            seeded from torch's global generator, so ``torch.manual_seed`` fixes it. The weights of a model that exists
-            before the trainer are not covered: give a function that makes it, or call ``torch.manual_seed`` before.
+        seed: Seeds every generator when a run starts. With None the generators keep their state, and ``torch.manual_seed``
+            fixes the order of the data: unless the loader is a list, one number is drawn from torch's global generator. The
+            weights of a model that exists before the trainer are not covered: give a function that makes it, or call
+            ``torch.manual_seed`` before.
         directory: The local directory of the run, relative to the current working directory, or a `new_directory`. None
             writes nothing.
         callbacks: Called in this order; see `Callback` and `on`. Those of Hugging Face, Lightning and Keras may be in it.

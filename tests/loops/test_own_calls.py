@@ -246,7 +246,7 @@ def test_calls_that_the_updates_do_not_take_are_free(way: str, caplog: pytest.Lo
         own.step()
         players.policy().backward()  # such as for gradients of the inputs
         players.zero_grad(set_to_none=getattr(verbs, "run", verbs).progress.step > 0)
-        verbs.backward(players.policy())
+        verbs.backward(players.policy() + players.values())
         nn.utils.clip_grad_norm_(players.parameters(), 0.1)
         verbs.update()
 
@@ -275,7 +275,7 @@ def test_a_run_that_updates_nothing_is_warned_once_and_not_stopped(
 def test_a_run_that_begins_with_a_replay_buffer_is_not_warned(way: str, caplog: pytest.LogCaptureFixture) -> None:
     def play(verbs: Any, players: Players) -> None:
         if getattr(verbs, "run", verbs).progress.step >= 90:
-            verbs.backward(players.policy())
+            verbs.backward(players.policy() + players.values())
             verbs.update()
 
     train(way, play, Players(), steps=100)

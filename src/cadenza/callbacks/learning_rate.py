@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import product
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
+from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, OneCycleLR, ReduceLROnPlateau
 
 from cadenza.engine.monitor import Mode, Monitor, Pair, Watched, is_pair, watched_and_mode
 from cadenza.engine.session import Loops, session_of
@@ -40,11 +41,13 @@ from cadenza.text.hints import answered
 if TYPE_CHECKING:
     from cadenza.loading.evaluation import Evaluation
     from cadenza.run import Run
+    from cadenza.status.progress import Progress
 
 
 _UNITS: dict[str, RunUnit] = {"1 step": "step", "1 epoch": "epoch"}
-_LENGTHS = ("T_max", "milestones", "step_size", "total_iters")
+_LENGTHS = ("T_max", "milestones", "step_size", "total_iters", "total_steps")
 """The attributes of torch's schedulers that count calls of ``step``."""
+_TAKE_TOTAL = "Take the total of the run: LearningRate(lambda optimizer, total: ...)"
 
 
 class LearningRate(Callback, SetsRates, Compared):
@@ -126,7 +129,7 @@ class LearningRate(Callback, SetsRates, Compared):
         self._used = given  # in the current run, which may override it
         self.every, self.unit, self.optimizer, self.stretch = every, _UNITS[every], optimizer, stretch
         self._mode = monitor[1] if mode is None and is_pair(monitor) else mode
-        # A plateau scheduler keeps its own best result. This monitor only finds the value, so its mode has no effect.
+        # A plateau scheduler keeps its own best result. This monitor only finds the value; the mode is for its check.
         self.monitor: Monitor | None = None
         if monitor is not None:
             watched, either = watched_and_mode(monitor, mode if is_pair(monitor) else mode or "min", owner="LearningRate")
@@ -272,24 +275,49 @@ class LearningRate(Callback, SetsRates, Compared):
                 f"the run now has {now}. Put that callback before LearningRate."
             )
         self._check_one_cycle(run)
-        self._warn_of_epochs(run)
+        self._warn_of_lengths(run)
+        self._warn_of_new(run)
         self._count = getattr(self.scheduler, "_step_count", None)
 
-    def _warn_of_epochs(self, run: Run) -> None:
-        """Warn of a schedule that is stepped after each update, with lengths that fit the epochs of the run."""
-        steps, epochs = run.progress.total("step"), run.progress.total("epoch")
-        if self.unit != "step" or self.monitor is not None or not steps or not epochs or not session_of(run).advises:
-            return
-        for scheduler in getattr(self.scheduler, "_schedulers", [self.scheduler]):
-            found = next((attribute for attribute in _LENGTHS if getattr(scheduler, attribute, None)), None)
-            if found is not None and _in_epochs(scheduler, found, steps, epochs):
-                length = getattr(scheduler, found)
-                run.warn(
-                    f"LearningRate steps {type(scheduler).__name__} after each of {counted(steps, 'update')}, and "
-                    f"{found}={sorted(length) if isinstance(length, Mapping) else length} fits {counted(epochs, 'epoch')}: "
+    def _warn_of_lengths(self, run: Run) -> None:
+        """Warn, once, of lengths in epochs or batches in a schedule that counts updates, and of a cosine that ends early."""
+        total = None if self.unit == "token" or self.monitor is not None else run.progress.total(self.unit)
+        doubt = next(self._doubts(total, run.progress), None) if total and session_of(run).advises else None
+        if doubt is not None:
+            run.warn(f"LearningRate steps {doubt}")
+
+    def _doubts(self, total: int, limits: Progress) -> Iterator[str]:
+        epochs, batches = limits.total("epoch"), limits.total("batch") or 0
+        parts = getattr(self.scheduler, "_schedulers", [self.scheduler])
+        for part, name in product(parts, _LENGTHS) if self.unit == "step" else ():
+            length, kind = getattr(part, name, None), type(part).__name__
+            if length and epochs and _in_epochs(part, name, total, epochs):
+                yield (
+                    f"{kind} after each of {counted(total, 'update')}, and {name}="
+                    f"{sorted(length) if isinstance(length, Mapping) else length} fits {counted(epochs, 'epoch')}: "
                     "every='1 epoch' steps it once an epoch. Otherwise give it lengths in updates."
                 )
-                return
+            if length and length == batches > total:
+                yield (
+                    f"{kind} after each of {counted(total, 'update')}, and {name}={length} is the number of batches, so the "
+                    f"run ends before the schedule. {_TAKE_TOTAL}"
+                )
+        end, last = total - getattr(self.scheduler, "_milestones", [0])[-1], parts[-1]
+        if type(last) is CosineAnnealingLR and 10 * last.T_max < 9 * end:
+            yield (
+                f"CosineAnnealingLR after each of {counted(end, 'epoch' if self.unit == 'epoch' else 'update')}, and "
+                f"T_max={last.T_max}: the rate rises again after it. {_TAKE_TOTAL}"
+            )
+
+    def _warn_of_new(self, run: Run) -> None:
+        """Warn of a schedule that begins in a run that continues, because the checkpoint does not have it."""
+        done, session = count_of(run, self.unit), session_of(run)
+        saved = session.restored.callback_states.get(session.hooks.name_of(self), {})
+        if done and session.advises and "scheduler" not in saved and self.monitor is None and self.unit != "token":
+            run.warn(
+                f"the checkpoint has no schedule of LearningRate, which begins at position 0 after {counted(done, self.unit)}. "
+                f"Make it for the rest of the run, such as with total - {done} for total, or train from the start"
+            )
 
     def _make_anew(self, run: Run) -> None:
         """Make the schedule again, for the new total if `stretch`, and step it to the position of the run."""
@@ -340,6 +368,8 @@ class LearningRate(Callback, SetsRates, Compared):
                 f"LearningRate has mode={self._mode!r}, but its ReduceLROnPlateau has mode={scheduler.mode!r}. Make both "
                 f"the same: ReduceLROnPlateau(optimizer, mode={self._mode!r})."
             )
+        if self.monitor is not None and isinstance(scheduler, ReduceLROnPlateau):
+            self.monitor.mode = "max" if scheduler.mode == "max" else "min"
 
     def _step(self, run: Run) -> None:
         assert self.scheduler is not None, "on_setup comes first"

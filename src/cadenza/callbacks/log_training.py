@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from cadenza.engine.monitor import judge_training
@@ -55,7 +56,7 @@ class LogTraining(Callback):
         TypeError: `outputs` is a text, `metrics` has an object that is no such metric, or `throughput` is neither a bool nor a
             sequence of names.
         ValueError: `throughput` has an unknown name; `flops` or `peak_flops` is not above 0; at the start of a run, the peak of
-            the device is not known; or nothing counts tokens.
+            the device is not known; nothing counts tokens; or an evaluation has one of the metrics, too.
 
     >>> from cadenza.testing import tiny_run
     >>> run = tiny_run(callbacks=[LogTraining(every="2 steps", throughput=False)], steps=4)
@@ -120,8 +121,20 @@ class LogTraining(Callback):
             self._speed = Throughput(run, self.throughput, self.flops, self.peak_flops)
 
     def on_fit_start(self, run: Run) -> None:
+        self._check_metrics(run)
         if self._speed is not None:
             self._speed.begin(run)
+
+    def _check_metrics(self, run: Run) -> None:
+        """Raise `ValueError` if an evaluation or another `LogTraining` would reset one of the metrics inside of an interval."""
+        others: dict[str, Any] = dict(run.evaluations)
+        others |= {name: item for name, item in hooks_of(run).callbacks.items() if isinstance(item, LogTraining)}
+        for (own, metric), (name, other) in product(self.metrics.items(), others.items()):
+            if other is not self and any(metric is held for held in other.metrics.values()):
+                raise ValueError(
+                    f"the metric {own!r} of LogTraining and one of {name!r} are one object, which would be reset inside of an "
+                    "interval. Create a metric for each."
+                )
 
     def log(self, run: Run) -> None:
         """Log now. Every rank must call this, because the loss is a mean over all ranks."""

@@ -397,8 +397,10 @@ def check_changes(name: str, accumulate: int, limits: Progress) -> None:
             )
 
 
-def useless_changes(accumulate: int, limits: Progress) -> Iterator[str]:
-    """Yield a warning for each change that the run is too short for."""
+def useless_changes(accumulate: int, limits: Progress, callbacks: Iterable[BaseCallback]) -> Iterator[str]:
+    """Yield a warning for each change of the windows, and each warm-up, that the run is too short for."""
+    asked = (getattr(callback, "outlasts", lambda *_: None)(limits, accumulate) for callback in callbacks)
+    yield from filter(None, asked)
     for change in accumulate.changes if isinstance(accumulate, Accumulation) else ():
         if change.unit in ("step", "batch", "epoch"):
             total = limits.total(change.unit, accumulate)

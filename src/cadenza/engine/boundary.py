@@ -11,7 +11,8 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
-from cadenza.engine.session import Session
+from cadenza.engine.session import Loops, Session
+from cadenza.engine.start_checks import warn_of_new_doubts
 from cadenza.hooks.dispatch import Closer
 from cadenza.loading import Consumed, resumable
 from cadenza.loading.data_course import Point, Segment, described
@@ -76,6 +77,8 @@ def count_epoch(session: Session) -> None:
     progress, cursor = session.progress, session.cursor
     if session.due.state is not None:
         return
+    if session.loop is Loops.FIT and session.advises:
+        warn_of_new_doubts(session)  # before hooks may leave evaluation modes that train nothing any more
     if cursor.exhausted or session.sync.requests.end_epoch or progress.batch_in_epoch == progress.batches_per_epoch:
         progress.finish_epoch()
         change_windows(session)

@@ -45,6 +45,8 @@ class ModuleFlags:
         """The result of `changed` in the checkpoint at which this run continues."""
         self.keeps_modes: bool = False
         """Whether a model in evaluation mode is trained in this mode, as in Lightning."""
+        self.doubted: set[str] = set()
+        """The warnings about the model that were given."""
 
     def begin(self, driver: Driver, model: nn.Module, decide: Decide) -> None:
         """Set the modes, record the present flags as those of the start, then set the flags of the checkpoint.
@@ -74,13 +76,15 @@ class ModuleFlags:
 
     def doubts(self, trained: Container[int]) -> Iterator[str]:
         """Yield a warning if parameters in modules in evaluation mode are trained. `trained` are the ids of parameters."""
-        if self._model.training or self.keeps_modes:
+        if self._model.training or self.keeps_modes or self._expected:  # else `begin` sets the mode
             modules = in_evaluation_mode(self._model, trained)
-            if names := [name or "the model" for name, trains in modules.items() if trains]:
+            expected = [name for name in modules if not self._expected.get(("training", plain_name(name)), True)]
+            names = [name or "the model" for name, trains in modules.items() if trains and name not in expected]
+            if names:
                 yield (
                     f"{counted(len(names), 'module')} with parameters that are trained, in evaluation mode: "
-                    f"{few(names)}. Their dropout is off, and their BatchNorm "
-                    "statistics do not change. Call model.train() before the run, unless this is on purpose."
+                    f"{few(names)}. Their dropout is off, and their BatchNorm statistics do "
+                    "not change. Call model.train() before the run, and after a model.eval() in it, unless this is on purpose."
                 )
 
     @contextmanager

@@ -161,9 +161,22 @@ class Monitor:
         )
 
     def check(self, run: Run) -> None:
-        """Raise `MonitorError` unless an evaluation or the training of this run may report the watched name."""
+        """Raise `MonitorError` unless an evaluation or the training of this run may report the watched name.
+
+        Warn if it is a metric that is better in the other direction.
+        """
         if not is_trained(self, hooks_of(run), run.evaluations):
             self.check_reported_by(run.evaluations)
+        source, _, result = self.name.partition("/")
+        logs = {log.prefix: log for log in _logs_in(hooks_of(run))}
+        metrics = getattr(run.evaluations.get(source, logs.get(source)), "metrics", {})
+        higher = getattr(metrics.get(result, metrics.get(result.rpartition("/")[2])), "higher_is_better", None)
+        if isinstance(higher, bool) and higher == (self.mode == "min"):
+            better = "max" if higher else "min"
+            run.warn(
+                f"{self.owner} watches {self.name!r} with mode={self.mode!r}, but a {'higher' if higher else 'lower'} value of "
+                f"this metric is better (higher_is_better={higher}). Give mode={better!r}, unless this is on purpose"
+            )
 
     def check_reported_by(self, evaluations: Iterable[str] | Mapping[str, Evaluation]) -> None:
         """Raise `MonitorError` unless one of the run's evaluations, or their names, may report the watched name."""
@@ -230,8 +243,7 @@ def is_trained(monitor: Monitor, hooks: Hooks, evaluations: Container[str], *, a
     Raises:
         MonitorError: None of these callbacks logs the name.
     """
-    callbacks = [cast("Any", callback) for callback in hooks.callbacks.values() if getattr(callback, "logs_training", False)]
-    logs = [callback for callback in callbacks if monitor.name.startswith(f"{getattr(callback, 'prefix', None)}/")]
+    logs = [log for log in _logs_in(hooks) if monitor.name.startswith(f"{log.prefix}/")]
     if not isinstance(monitor.watched, str) or not logs or logs[0].prefix in evaluations:
         return False
     known = [f"{log.prefix}/{name}" for log in logs for name in (*(log.outputs or ()), *log.metrics)]
@@ -245,6 +257,12 @@ def is_trained(monitor: Monitor, hooks: Hooks, evaluations: Container[str], *, a
             "Add it to LogTraining(outputs=..., metrics=...), or watch a result of an evaluation."
         )
     return True
+
+
+def _logs_in(hooks: Hooks) -> list[Any]:
+    """Return the callbacks that log the training under a prefix."""
+    callbacks = [cast("Any", callback) for callback in hooks.callbacks.values() if getattr(callback, "logs_training", False)]
+    return [callback for callback in callbacks if hasattr(callback, "prefix")]
 
 
 def judge_training(run: Run, prefix: str, sums: Mapping[str, tuple[Any, Any]], *, whole: bool) -> None:

@@ -72,7 +72,7 @@ class Plan:
         own = _own(self.hooks).values()
         rows += [self._row(f"run.fire({moment.__qualname__})", moment, column) for moment in own]
         rows += [f"! {owner} never fires: {reason}" for owner, reason in never(self.hooks, self.limits, self.accumulate)]
-        rows += (f"! {reason}" for reason in useless_changes(self.accumulate, self.limits))
+        rows += (f"! {reason}" for reason in useless_changes(self.accumulate, self.limits, self.hooks.callbacks.values()))
         rows += doubts
         rows += [f"order: {reason}" for reason in self._reasons()]
         rows += ["changed since the run so far:", *self.changes] if self.changes else []

@@ -37,7 +37,7 @@ def check_schedules(session: Session) -> None:
             if listener.schedule is not None:
                 check_schedule(listener.owner, listener.schedule, session.progress)
     check_changes("accumulate", session.accumulate, session.progress)
-    for reason in useless_changes(session.accumulate, session.progress):
+    for reason in useless_changes(session.accumulate, session.progress, session.hooks.callbacks.values()):
         session.warn(reason)
     for who, reason in never(session.hooks, session.progress, session.accumulate):
         session.warn(f"{who} never fires in this run: {reason}")
@@ -77,9 +77,16 @@ def warn_of_doubts(session: Session, *, own_optimizer: bool) -> None:
         session: The session of the run.
         own_optimizer: Whether the user made the optimizers.
     """
-    for doubt in doubts(session):
-        session.warn(doubt)
+    warn_of_new_doubts(session)
     warn_of_notes(session, [*notes(session.optimizers, session.module, own=own_optimizer), *loader_hints(session.loader)])
+
+
+def warn_of_new_doubts(session: Session) -> None:
+    """Warn of the same parameters and windows, and of trained modules in evaluation mode: what was not said before."""
+    for doubt in doubts(session):
+        if doubt not in session.module_flags.doubted:
+            session.module_flags.doubted.add(doubt)
+            session.warn(doubt)
 
 
 def warn_of_notes(session: Session, lines: Iterable[str]) -> None:

@@ -17,10 +17,10 @@ from torch.utils.hooks import RemovableHandle
 from cadenza.drivers.sharding import local
 from cadenza.engine import updating
 from cadenza.engine.session import Loops, Session
-from cadenza.engine.start_checks import check_computes_batch
+from cadenza.engine.start_checks import check_computes_batch, warn_of_new_doubts
 from cadenza.errors import LossError
 from cadenza.optim.optimizers import needs_closure
-from cadenza.optim.parameters import distinct_gradients, parameters_of
+from cadenza.optim.parameters import parameters_of
 from cadenza.optim.stepping import StepGuard
 from cadenza.status.decisions import COMPLETE
 from cadenza.status.formats import counted
@@ -43,8 +43,8 @@ class Verbs:
         self.own_calls: OwnCalls = OwnCalls(session, self.name)
 
     def begin(self, ending: ExitStack) -> None:
-        """Look at what a ``step_fn`` or a loop of the user's own calls, until `ending`."""
-        if self.session.advises and (self.session.loop is not Loops.FIT or self.session.step_fn is not None):
+        """Look at the first updates; and at what a ``step_fn`` or a loop of the user's own calls, until `ending`."""
+        if self.session.advises:
             self.own_calls.begin(ending)
 
     def backward(self, loss: Any, into: Into = None) -> None:
@@ -68,8 +68,6 @@ class Verbs:
         self._check_known(optimizers)
         optimizers = optimizers or session.optimizers
         self._check_closure(optimizers, closure)
-        if closure is None and not session.step.skipping:
-            self.own_calls.check_first_update()
         self.own_calls.before_update(optimizers)
         if session.driver.reduces:  # the user's own module is called: with DDP its backward pass reduces nothing
             held = {id(parameter) for parameter in parameters_of(optimizers)}
@@ -146,8 +144,10 @@ class StepVerbs(Verbs):
                 "step.backward(...) was called twice for one batch. Add the losses and call it once. For a step with several "
                 "losses or optimizers, use cadenza.attach(...) or step_fn=."
             )
-        if self._done < 0:
+        if self._done < 0 or not session.progress.batch_in_epoch:
             check_computes_batch(session, step.batch)
+            if session.advises:
+                warn_of_new_doubts(session)
         if step.window.losses:
             self.own_calls.check_gradients("the next batch")
         self._done = session.progress.batch
@@ -264,10 +264,10 @@ class OwnCalls:
     """Compares the calls of the user's code with those of its run.
 
     It raises an error for ``optimizer.step()`` and ``loss.backward()`` instead of the verbs of the run, and for gradients that
-    are dropped before their update. It warns once of a run without updates, and of an update with gradients from before and
-    after the update of another optimizer.
+    are dropped before their update. It warns once of a run without updates, of an optimizer that gets no gradient, and of an
+    update with gradients from before and after the update of another optimizer.
 
-    Hooks of the optimizers and of the gradients call it, so it costs a run with ``compute_loss`` nothing.
+    Hooks of the optimizers and of the gradients call it. A run with ``compute_loss`` has them in its first updates alone.
 
     Args:
         session: The session of the run.
@@ -286,12 +286,21 @@ class OwnCalls:
         self._added: dict[Tensor, Added] = {}
         self._last: Sequence[Optimizer] = ()  # that were updated
         self._handles: list[StepGuard | RemovableHandle] = []
+        self._waiting: dict[Optimizer, StepGuard] = {}  # the optimizers without a gradient so far
+        self._trained = set[Optimizer]()  # those that have had one since
+        self._zeros = False  # whether there were gradients of 0
         self._first_step = self._first_epoch = 0
 
     def begin(self, ending: ExitStack) -> None:
         """Look at the calls of the user's code until `ending`."""
         session, progress = self._session, self._session.progress
         self._first_step, self._first_epoch = progress.step, progress.epoch + (progress.batch_in_epoch > 0)
+        ending.callback(self._end)
+        called = [one for one in session.optimizers if getattr(type(one).step, "hooked", False)]  # not wrappers of optimizers
+        self._waiting = {optimizer: StepGuard(optimizer, self._note_step, after=True) for optimizer in called}
+        session.acts.after_next_step(self._look_for_updates)
+        if session.loop is Loops.FIT and session.step_fn is None:
+            return
         self._handles = [StepGuard(optimizer, self._check_step) for optimizer in session.optimizers]
         for parameter in dict.fromkeys(parameters_of(session.optimizers)):
             if parameter.is_floating_point() or parameter.is_complex():
@@ -299,11 +308,9 @@ class OwnCalls:
                 hook = parameter.requires_grad_(True).register_post_accumulate_grad_hook(self._reached.add)
                 self._handles.append(hook)
                 parameter.requires_grad_(trained)
-        ending.callback(self._end)
-        session.acts.after_next_step(self._look_for_updates)
 
     def _end(self) -> None:
-        for handle in self._handles:
+        for handle in (*self._handles, *self._waiting.values()):
             handle.remove()
         self._reached.clear()
 
@@ -381,25 +388,15 @@ class OwnCalls:
         Args:
             before: The call of the run that needs them.
         """
-        step = self._session.step
-        if not step.updates and not step.window.weights and not self._has_gradients():
-            raise LossError(
-                f"the gradients of step {self._step} were dropped before {before}, so they would never be "
-                f"used. Remove optimizer.zero_grad() from the loop: {self._update} drops the gradients."
-            )
-
-    def _has_gradients(self) -> bool:
-        parameters = chain(parameters_of(self._session.optimizers), self._session.module.parameters())
-        return any(parameter.grad is not None for parameter in parameters)
-
-    def check_first_update(self) -> None:
-        """Warn if there are no gradients in the first update of the run."""
         session = self._session
-        if not session.step.updates and not session.driver.reduces and not distinct_gradients(session.optimizers):
-            session.warn(
-                f"{self._name}.update(...) in step {self._step} found no gradients, so the weights do not change. Call "
-                f"{self._name}.backward(loss) before"
-            )
+        every = chain(parameters_of(session.optimizers), session.module.parameters())
+        if session.step.updates or session.step.window.weights or any(parameter.grad is not None for parameter in every):
+            return
+        raise LossError(
+            f"there are no gradients in step {self._step} before {before}: optimizer.zero_grad() has dropped them, or the loss "
+            "depends on no parameter of the run, such as that of another model. Remove optimizer.zero_grad() from the loop, as "
+            f"{self._update} drops the gradients; or compute the loss with the model of the run."
+        )
 
     def _check_step(self, optimizer: Optimizer) -> None:
         session = self._session
@@ -413,20 +410,44 @@ class OwnCalls:
         )
         raise session.step.raised
 
+    def _note_step(self, optimizer: Optimizer) -> None:
+        gradients = [parameter.grad for parameter in parameters_of([optimizer]) if parameter.grad is not None]
+        if gradients and (self._session.driver.shards or not all(map(_is_zero, gradients))):  # a shard may be empty
+            self._trained.add(optimizer)
+        self._zeros |= bool(gradients)
+
     def _look_for_updates(self) -> None:
-        """Warn, once, if the first steps, the first whole epoch or the whole run had no update. Called between steps."""
+        """Warn, once, if an optimizer had no gradient in the first steps, the first whole epoch or the whole run.
+
+        If no optimizer had any, the first update is enough. Called between steps.
+        """
         session, progress = self._session, self._session.progress
-        steps, outcome = progress.step - self._first_step, session.outcome
-        if session.step.updates or (outcome is not None and outcome.kind not in COMPLETE):
+        known = self._trained.union(session.step.left_out)  # left out, as its gradients are not finite
+        for optimizer in [*self._waiting]:
+            if optimizer in known or not any(parameter.requires_grad for parameter in parameters_of([optimizer])):
+                self._waiting.pop(optimizer).remove()
+        steps, outcome, updates = progress.step - self._first_step, session.outcome, session.step.updates
+        if (updates and not self._waiting) or (outcome is not None and outcome.kind not in COMPLETE):
             return
-        if steps and (steps >= _STEPS or progress.epoch > self._first_epoch or outcome is not None):
+        enough = 1 if updates and not self._zeros and len(self._waiting) == len(session.optimizers) else _STEPS
+        if not steps or (steps < enough and progress.epoch <= self._first_epoch and outcome is None):
+            session.acts.after_next_step(self._look_for_updates)
+            return
+        if updates:
+            by_hand = f"Before each update call {self._name}.backward(loss), with a loss of the model of the run"
+            cure = by_hand if self._handles else "Compute the loss with the model that compute_loss receives"
+            session.warn(
+                f"after {counted(steps, 'step')} of this run, no update of {self._named(self._waiting)} has had a gradient "
+                f"(other than 0), so its weights have not changed. {cure}, and let no hook drop the gradients"
+            )
+        elif self._handles:
             update = "" if self._name == "step" else f" and {self._update}"
             session.warn(
                 f"the first {counted(steps, 'step')} of this run had no update, so the weights did not change. Call "
                 f"{self._name}.backward(loss){update} in each step that trains"
             )
-        else:
-            session.acts.after_next_step(self._look_for_updates)
+        for watch in self._waiting.values():
+            watch.remove()
 
     @property
     def _step(self) -> int:
@@ -439,4 +460,4 @@ def _is_there(gradient: Tensor | None, version: int) -> bool:
 
 
 def _is_zero(gradient: Tensor) -> bool:
-    return not gradient.is_sparse and not bool(local(gradient).any())
+    return not gradient.is_sparse and not gradient.is_meta and not bool(local(gradient).any())

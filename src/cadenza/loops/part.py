@@ -149,7 +149,8 @@ class Recipe:
         given.give_to(optimizers)
         if training and several:
             start_checks.check_alike(self.driver, {"the list of optimizers": [*map(updates.described, optimizers)]})
-        draws = training and loop is not Loops.ATTACHED  # what cadenza.attach trains draws as it would by hand
+        # A list, and what cadenza.attach trains, draw nothing by hand.
+        draws = training and loop is not Loops.ATTACHED and not isinstance(loader, list | tuple)
         return Session(
             model=model,
             optimizers=optimizers,

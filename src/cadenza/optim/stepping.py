@@ -31,11 +31,12 @@ _GLOBAL_HOOKS = (torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._g
 class StepGuard:
     """A hook that is called before ``optimizer.step()`` of the user's code; `step` calls it only beside other hooks.
 
-    Wrappers such as Lookahead have a plain dict of hooks, which ``register_step_pre_hook`` does not take.
+    With `after`, it is called after each step, also of the run. Wrappers such as Lookahead have a plain dict of hooks, which
+    ``register_step_pre_hook`` does not take.
     """
 
-    def __init__(self, optimizer: Optimizer, check: Callable[[Optimizer], None]) -> None:
-        self._hooks: dict[int, Any] = optimizer._optimizer_step_pre_hooks
+    def __init__(self, optimizer: Optimizer, check: Callable[[Optimizer], None], *, after: bool = False) -> None:
+        self._hooks: Any = optimizer._optimizer_step_post_hooks if after else optimizer._optimizer_step_pre_hooks
         self._hooks[id(self)] = self
         self._check = check
 
