@@ -15,7 +15,17 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, StepLR
 
 import cadenza
 from cadenza import At, Callback, Run, Trainer, on, supervised
-from cadenza.callbacks import Checkpoint, ClipGradients, EarlyStopping, LearningRate, LogTraining
+from cadenza.callbacks import (
+    Checkpoint,
+    ClipGradients,
+    ConfusionMatrix,
+    EarlyStopping,
+    Evaluate,
+    LearningRate,
+    LogTraining,
+    SampleImages,
+    SavePredictions,
+)
 from cadenza.errors import CheckpointError
 from cadenza.sinks import JsonLines
 from cadenza.testing import tiny_trainer
@@ -209,3 +219,41 @@ def test_a_decorator_may_unpack_the_batch() -> None:
     run = tiny_trainer(compute_loss=loss).fit()
     assert run.outcome is not None
     assert run.outcome.kind == "finished"
+
+
+# -- what never comes is said ----------------------------------------------------------------------
+
+
+def test_a_limit_of_tokens_inside_the_first_epoch_is_said_as_one_of_steps(caplog: pytest.LogCaptureFixture) -> None:
+    evaluate = Evaluate(DATA[:2])
+    trainer(evaluate, max_epochs=None, max_tokens=30, tokens=lambda batch: 5).fit()
+    assert (
+        "Evaluate (every epoch) is not expected to fire in this run: with max_tokens=30 and 5 tokens in each step, "
+        in caplog.text
+    )
+    assert "the run ends before the first epoch is over" in caplog.text
+    caplog.clear()
+    run = trainer(evaluate, max_epochs=None, max_tokens=100, tokens=lambda batch: 5).fit()
+    assert "not expected" not in caplog.text
+    assert "eval/loss" in run.history.names
+
+
+@pytest.mark.parametrize(
+    "waits",
+    [
+        lambda name, folder: ConfusionMatrix(evaluation=name),
+        lambda name, folder: SavePredictions(folder / "rows.csv", evaluation=name),
+        lambda name, folder: SampleImages(evaluation=name),
+    ],
+)
+def test_a_callback_that_waits_for_an_evaluation_that_is_not_there_says_so(
+    waits: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    alone = trainer(waits("eval", tmp_path))
+    said = "it waits for the evaluation 'eval', and there is none. Add Evaluate(loader, name='eval') to callbacks."
+    assert said in str(alone.plan())
+    alone.fit()
+    assert f"never fires in this run: {said}" in caplog.text
+    misspelled = trainer(waits("evall", tmp_path), Evaluate(DATA[:2], every="50 steps"))
+    assert "evaluation 'evall', and there is 'eval'. Did you mean 'eval'?" in str(misspelled.plan())
+    assert "waits for" not in str(trainer(waits("eval", tmp_path), Evaluate(DATA[:2])).plan())

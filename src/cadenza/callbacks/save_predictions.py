@@ -96,8 +96,6 @@ class SavePredictions(Callback):
                 if not self._fields:
                     self._check_free(run, self._target(run))
                 own_folder(self._target(run).parent, sink="SavePredictions")
-        elif self.evaluation != "predict" and (meant := nearest(self.evaluation, run.evaluations)):
-            run.warn(f"SavePredictions expects an evaluation {self.evaluation!r}; this run has {[*run.evaluations]}.{meant}")
 
     def on_eval_start(self, run: Run, evaluation: Evaluation) -> None:
         if evaluation.name == self.evaluation:
