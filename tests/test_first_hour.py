@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable
 from functools import wraps
@@ -12,6 +13,8 @@ import pytest
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, StepLR
+from torch.utils.data import DataLoader
+from torchmetrics.classification import BinaryAccuracy, MulticlassAccuracy
 
 import cadenza
 from cadenza import At, Callback, Run, Trainer, on, supervised
@@ -25,8 +28,9 @@ from cadenza.callbacks import (
     LogTraining,
     SampleImages,
     SavePredictions,
+    Warmup,
 )
-from cadenza.errors import CheckpointError
+from cadenza.errors import CheckpointError, DataError
 from cadenza.sinks import JsonLines
 from cadenza.testing import tiny_trainer
 
@@ -180,6 +184,32 @@ def log_a_picture(run: Run) -> None:
     run.log("picture", torch.zeros(3, 8, 8))
 
 
+class Hooked:
+    def check(self, run: Run) -> None: ...
+
+
+class SummaryWriter:
+    """Stands for that of torch, whose package is optional."""
+
+
+class Unfinished(Evaluate):
+    def __init__(self) -> None:
+        self.threshold = 0.5
+
+
+def several(models: Any) -> Trainer:
+    return Trainer(models, lambda given: torch.optim.SGD(given, 0.1), DATA, squared, max_epochs=1)
+
+
+def into(target: Callable[[Run], Any]) -> None:
+    def step(run: Run, batch: Any) -> Any:
+        loss = squared(run.model, batch)
+        run.backward(loss, into=target(run))
+        return loss
+
+    trainer(compute_loss=None, step_fn=step).fit()
+
+
 @pytest.mark.parametrize(
     ("wrong", "answer"),
     [
@@ -191,6 +221,28 @@ def log_a_picture(run: Run) -> None:
         (lambda: At([5, 10]), r"several are joined by \|, as in At\(5\) \| At\(10\)"),  # type: ignore[arg-type]
         (lambda: LearningRate(0.1), r"a constant rate is that of the optimizer"),  # type: ignore[arg-type]
         (lambda: trainer(log_a_picture).fit(), r"log Histogram\(tensor\) or Image\(tensor\)"),
+        (lambda: trainer(device="auto"), r"Leave device= out"),
+        (lambda: Warmup("10"), r'got \'10\'. Did you mean "10 steps"\?'),
+        (lambda: Warmup(10), r'got 10. Did you mean "10 steps"\?'),
+        (lambda: Checkpoint(save_top_k=3), r'Use keep=Best\("eval/loss", 3\)'),  # type: ignore[call-arg]
+        (lambda: on("on_step_end"), r"Write Callback\.on_step_end"),  # type: ignore[arg-type]
+        (lambda: on("on_train_batch_end"), r"Did you mean 'on_batch_end'\?"),  # type: ignore[arg-type]
+        (lambda: on(squared), r"Name the moment above the function: @on\(Callback\.on_step_end\)"),  # type: ignore[arg-type]
+        (lambda: on(Callback.on_step_end)(Hooked.check), r"A method needs no @on"),
+        (lambda: Evaluate(), r"Evaluate lacks loader\. Give the batches"),  # type: ignore[call-arg]
+        (lambda: trainer().evaluate(), r"Trainer\.evaluate lacks loader\. Give the batches"),  # type: ignore[call-arg]
+        (lambda: trainer([Evaluate(DATA)]), r"Give the callbacks in one list"),
+        (lambda: trainer(SummaryWriter()), r"got a SummaryWriter\. Write TensorBoard\(\) of cadenza\.sinks"),
+        (
+            lambda: trainer(Unfinished()),
+            r"no 'evaluation', which Evaluate sets .* Call super\(\).__init__\(\.\.\.\) in Unfinished",
+        ),
+        (
+            lambda: several([nn.Linear(4, 1), nn.Linear(1, 4)]),
+            r"got 2 modules\. Give nn\.ModuleList\(\.\.\.\) .*cadenza\.attach",
+        ),
+        (lambda: several({"generator": nn.Linear(4, 1)}), r"got 1 module\. Give nn\.ModuleDict"),
+        (lambda: into(lambda run: run.model), r"expected an optimizer of the run; got Linear.* Give the one of its parameters"),
     ],
 )
 def test_a_mistake_of_the_first_hour_is_answered(wrong: Any, answer: str) -> None:
@@ -219,6 +271,111 @@ def test_a_decorator_may_unpack_the_batch() -> None:
     run = tiny_trainer(compute_loss=loss).fit()
     assert run.outcome is not None
     assert run.outcome.kind == "finished"
+
+
+class Lightning(nn.Linear):
+    def training_step(self, batch: Any, index: int) -> Any: ...
+
+
+@pytest.mark.parametrize(
+    ("fit", "cure"),
+    [
+        (lambda: classified([(torch.ones(2, 4), ("cat", "dog"))]), "the targets are no tensor, but a tuple"),
+        (lambda: classified([(torch.ones(2, 5, 4), torch.zeros(2, 5).long())]), r"predictions\.transpose\(1, 2\)"),
+        (lambda: classified(CLASSES, Evaluate(CLASSES, metrics={"acc": BinaryAccuracy()})), r"for 3 classes use a multiclass"),
+        (
+            lambda: classified(CLASSES, Evaluate(CLASSES, metrics={"acc": MulticlassAccuracy(7)})),
+            "make the metric with num_classes=",
+        ),
+        (
+            lambda: classified(DataLoader([torch.ones(4), None], batch_size=2)),
+            "If it is a sample: the data set must return one",
+        ),
+        (
+            lambda: trainer(on(Callback.on_step_end)(lambda run: run.log("x", 1, step=3))).fit(),
+            "leave it out: the record of a step",
+        ),
+        (lambda: trainer(on(Callback.on_step_end)(lambda run: run.log("x", 1, prog_bar=True))).fit(), "is enough: sinks"),
+        (lambda: trainer(on(Callback.on_step_end)(lambda run: run.stop())).fit(), r"as in run\.stop\('the loss is flat'\)"),
+        (lambda: classified(CLASSES, model=Lightning(4, 3), compute_loss=None), r"Trainer\.from_lightning\(module, data"),
+        (
+            lambda: classified(CLASSES, compute_loss=steps_itself),
+            r"if compute_loss calls optimizer\.step\(\), remove that line",
+        ),
+    ],
+)
+def test_an_error_of_the_first_hour_has_a_likely_cure(fit: Any, cure: str) -> None:
+    with pytest.raises((TypeError, ValueError, RuntimeError, NotImplementedError)) as caught:
+        fit()
+    assert re.search(f"likely cure: .*{cure}", "\n".join(caught.value.__notes__)), caught.value.__notes__
+
+
+ENTROPY = supervised(nn.CrossEntropyLoss())
+CLASSES = [(torch.randn(6, 4, generator=GENERATOR), torch.arange(6) % 3)]
+
+
+def classified(loader: Any, *callbacks: Any, model: nn.Module | None = None, compute_loss: Any = ENTROPY) -> None:
+    made = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 3)) if model is None else model
+    arguments: Any = {"max_epochs": 1, "progress": False, "device": "cpu"}
+    Trainer(made, torch.optim.SGD(made.parameters(), 0.1), loader, compute_loss, callbacks=callbacks, **arguments).fit()
+
+
+def steps_itself(model: nn.Module, batch: Any) -> Any:
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    loss = nn.functional.cross_entropy(model(batch[0]), batch[1])
+    loss.backward(retain_graph=True)
+    optimizer.step()
+    return loss
+
+
+def test_an_iterator_of_a_loader_is_questioned_at_the_start(caplog: pytest.LogCaptureFixture) -> None:
+    loader = DataLoader(torch.ones(8, 4), batch_size=4)
+    arguments: Any = {"compute_loss": lambda model, batch: model(batch).mean(), "progress": False, "max_epochs": 2}
+    with pytest.raises(DataError, match="no batch in epoch 2"):
+        Trainer(lambda: nn.Linear(4, 1), lambda given: torch.optim.SGD(given, 0.1), iter(loader), **arguments).fit()
+    assert "the training loader is an iterator (_SingleProcessDataLoaderIter), which can be read once" in caplog.text
+
+
+# -- a loop of one's own ---------------------------------------------------------------------------
+
+
+def attached(directory: Path, steps: int, *, late: bool = False, fails_at: int | None = None) -> list[str]:
+    """Train in an attached loop with two updates on each rollout; return the names of the rollouts."""
+    model, names = nn.Linear(4, 1), list[str]()
+    made = {"device": "cpu", "progress": True, "resume": "auto", "callbacks": [Checkpoint("2 steps")]}
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with cadenza.attach(model, optimizer, max_steps=steps, directory=directory, seed=1, **made) as loop:  # type: ignore[arg-type]
+        if not late:
+            loop.keep("names", (names.copy, names.extend))
+        while not loop.over():
+            if late and not names:
+                loop.keep("names", (names.copy, names.extend))
+            names.append(f"rollout {loop.run.progress.step}")
+            for batch in DATA[:2]:
+                with loop.step():
+                    loop.backward(squared(model, batch))
+                    loop.update()
+                if loop.run.progress.step == fails_at:
+                    raise ValueError("the game is over")
+    return names
+
+
+def test_an_error_inside_a_rollout_speaks_of_the_loop_and_not_of_block_saves(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(ValueError, match="the game is over"):
+        attached(tmp_path, 6, fails_at=3)
+    assert "block_saves" not in caplog.text
+    assert attached(tmp_path, 6) == ["rollout 0", "rollout 2", "rollout 4"]
+
+
+def test_a_resumed_loop_has_no_epochs_and_may_keep_an_object_before_its_first_step(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    attached(tmp_path, 4)
+    assert attached(tmp_path, 6, late=True) == ["rollout 0", "rollout 2", "rollout 4"]
+    assert "does not keep" not in caplog.text
+    assert "resumed at step-00000004: step 4; it was written" in capsys.readouterr().err
 
 
 # -- what never comes is said ----------------------------------------------------------------------

@@ -91,11 +91,10 @@ class SavePredictions(Callback):
         """The last written file."""
 
     def on_fit_start(self, run: Run) -> None:
-        if self.evaluation in run.evaluations:
-            if run.is_main:  # so that an error shows before the first epoch
-                if not self._fields:
-                    self._check_free(run, self._target(run))
-                own_folder(self._target(run).parent, sink="SavePredictions")
+        if self.evaluation in run.evaluations and run.is_main:  # so that an error shows before the first epoch
+            if not self._fields:
+                self._check_free(run, self._target(run))
+            own_folder(self._target(run).parent, sink="SavePredictions")
 
     def on_eval_start(self, run: Run, evaluation: Evaluation) -> None:
         if evaluation.name == self.evaluation:

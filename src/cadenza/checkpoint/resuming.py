@@ -157,7 +157,8 @@ def restored(session: Session, directory: RunDirectory | None, start: Start, *, 
     session.decide("resumed", f"at {loaded.name}", who="the trainer", data={"checkpoint": loaded.name})
     if session.advises:
         now, ago = session.progress.now(), clock(max(0.0, time.time() - loaded.manifest.get("time", 0)))
-        tell(session, f"resumed at {loaded.name}: step {now.step}, epoch {now.epoch + 1}; it was written {ago} ago")
+        epoch = f", epoch {now.epoch + 1}" if session.progress.has_epochs else ""
+        tell(session, f"resumed at {loaded.name}: step {now.step}{epoch}; it was written {ago} ago")
     _tell_plan_changes(session, directory)
     own = loaded.branch.run == start.branch.run
     if directory is not None and own and (lost := write_again(directory.path / "metrics.jsonl", session.metrics.history)):

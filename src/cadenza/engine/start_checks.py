@@ -163,7 +163,7 @@ def warn_of_loader(session: Session) -> None:
         return
     if is_read_once(loader) and progress.max_steps is None and progress.max_tokens is None and progress.max_epochs != 1:
         session.warn(
-            f"the training loader is a {type(loader).__name__}, which can be read once, and the run has "
+            f"the training loader is an iterator ({type(loader).__name__}), which can be read once, and the run has "
             f"{counted(progress.max_epochs or 0, 'epoch')}. Pass a list, a DataLoader, or another iterable that starts again "
             "at each iter()."
         )

@@ -337,7 +337,9 @@ class Kept(Callback):
         """
         pair = _pair_of(self._call(name), name, held)
         if name in self._pairs:
-            raise ValueError(f"{self._call(name)} was called twice. Give each object a name of its own.")
+            raise ValueError(
+                f"{self._call(name)} was called twice. Call it once for each object, before the loop; each needs its own name."
+            )
         self._pairs[name] = pair
         self.held.append(held)
         if name in self._waiting:
@@ -346,12 +348,14 @@ class Kept(Callback):
             encode({self._call(name): self._saved(name)}, copy=type)  # nothing is copied
 
     def compare(self, run: Run, *, strict: bool) -> None:
-        """Warn of what a run that continues keeps otherwise than its checkpoint; raise an error with `strict`."""
-        differences = self._differences()
-        if differences and strict:
+        """Raise an error, with `strict`, if a run that continues keeps other objects than its checkpoint.
+
+        Else warn after the first step, as the loop may keep an object until then.
+        """
+        if not strict:
+            run.after_step(lambda: [run.warn(text) for text in self._differences()])
+        elif differences := self._differences():
             raise CheckpointMismatchError(f"{'; '.join(differences)}, or continue with strict=False.")
-        for text in differences:
-            run.warn(text)
 
     def _differences(self) -> list[str]:
         """Return how a run that continues differs from its checkpoint: a sentence each, without its period."""
