@@ -100,7 +100,7 @@ def test_a_resume_says_where_it_goes_on(tmp_path: Path, capsys: pytest.CaptureFi
 def test_a_directory_with_a_wrong_name_is_questioned_and_a_series_is_not(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for name in ("baseline", "lr-0.1", "lr-0.2", "fold-a", "fold-b"):
+    for name in ("baseline", "lr-0.1", "lr-0.2", "fold-a", "fold-b", "shake", "shape", "shakes", "shake-big", "snake"):
         trainer(Checkpoint(), directory=tmp_path / name).fit(resume="auto")
     assert "found no run" not in caplog.text
     trainer(Checkpoint(), directory=tmp_path / "basline").fit(resume="auto")
