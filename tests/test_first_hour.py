@@ -378,6 +378,28 @@ def test_a_resumed_loop_has_no_epochs_and_may_keep_an_object_before_its_first_st
     assert "resumed at step-00000004: step 4; it was written" in capsys.readouterr().err
 
 
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+@pytest.mark.parametrize(
+    ("callbacks", "kept", "warns"),
+    [((), False, True), ((LearningRate,), False, False), ((), True, False), (None, False, False)],
+)
+def test_a_scheduler_that_the_loop_would_step_is_questioned(
+    callbacks: Any, kept: bool, warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scheduler: Any = None if callbacks is None else StepLR(optimizer, 5)
+    drives = [callback(scheduler) for callback in callbacks or ()]
+    made: Any = {"max_epochs": 1, "device": "cpu", "progress": False}
+    with Trainer(model, optimizer, DATA, callbacks=drives, **made).steps() as steps:
+        if kept:
+            steps.keep("scheduler", scheduler)
+        for step in steps:
+            for batch in step:
+                step.backward(squared(model, batch))
+    assert ("a scheduler was made for SGD, and no callback steps it" in caplog.text) == warns
+
+
 # -- what never comes is said ----------------------------------------------------------------------
 
 
