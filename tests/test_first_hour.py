@@ -429,7 +429,7 @@ def test_a_callback_that_waits_for_an_evaluation_that_is_not_there_says_so(
     waits: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     alone = trainer(waits("eval", tmp_path))
-    said = "it waits for the evaluation 'eval', and there is none. Add Evaluate(loader, name='eval') to callbacks."
+    said = "it waits for the evaluation 'eval', and there is none. Add Evaluate(loader, name='eval'), or"
     assert said in str(alone.plan())
     alone.fit()
     assert f"never fires in this run: {said}" in caplog.text

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,7 +16,7 @@ from typing import Any, TypeGuard
 from weakref import proxy
 
 from cadenza.checkpoint import snapshot
-from cadenza.checkpoint.catalogue import Catalogue, Reader, checkpoint_at, find, first_usable, is_name, on_all_ranks
+from cadenza.checkpoint.catalogue import Catalogue, Reader, checkpoint_at, entry_at, find, first_usable, is_name, on_all_ranks
 from cadenza.checkpoint.parts import Written, load_callbacks, placed
 from cadenza.checkpoint.snapshot import check_whole
 from cadenza.checkpoint.store import Branch, Entry, Loaded, Store
@@ -502,7 +501,7 @@ class RunSoFar:
         Raises:
             CheckpointError: The checkpoint cannot be used.
         """
-        loaded, known = self.reader.read(_entry_at(path, self.reader)), self.catalogue
+        loaded, known = self.reader.read(entry_at(path, self.reader)), self.catalogue
         wrote, present = loaded.branch, known.branch
         point = wrote.point(loaded.name)
         rank = present.rank(point.saved, wrote)
@@ -582,27 +581,3 @@ def _unusable(entry: Entry, reader: Reader) -> tuple[str, str]:
     if problem := not_exact(entry.name, manifest):
         return problem, "weights only" if manifest.get("weights_only") else "not exact"
     return f"{entry.name}: abandoned when the run was rolled back", "abandoned"
-
-
-def _entry_at(path: str, reader: Reader) -> Entry:
-    """Return the checkpoint at a path: of a run directory, or a folder of checkpoints, the newest that can be continued."""
-    store, entry = checkpoint_at(path)
-    if entry is not None:
-        return entry
-    if (catalogue := Catalogue.at(path)).entries:
-        return catalogue.choose(LAST, partial(reader.problem, exact=True))
-    is_here = "://" not in path
-    if is_here and os.path.isfile(os.path.join(path, "trainer_state.json")):
-        raise CheckpointError(
-            f"{path!r} is a checkpoint of transformers, which holds no run to continue. Load its weights with "
-            "from_pretrained, and start a new run with fit()."
-        )
-    if is_here and os.path.isfile(path):
-        raise CheckpointError(
-            f"{path!r} is a file, which holds no run to continue. Give the checkpoint, a folder such as 'step-00000500', or "
-            "load the weights with load_weights(path, model) and start a new run with fit()."
-        )
-    found = [entry.name for entry in store.saved()]
-    there = f"expected one of {found} in {str(store.files)!r}" if found else f"{str(store.files)!r} holds none"
-    there = f"{path!r} holds none" if is_here and os.path.isdir(path) else there
-    raise CheckpointError(f"there is no checkpoint at {path!r}: {there}. Give the path of a checkpoint, or resume='auto'.")

@@ -355,9 +355,12 @@ def without_evaluation(hooks: Hooks) -> Iterator[tuple[str, str]]:
     known = [part.name for part in parts if isinstance(part, Evaluation)]
     for owner, part in zip(hooks.callbacks, parts if _only_own(hooks) else (), strict=False):
         if isinstance(part, str) and part not in (*known, "predict"):
-            there = f"there is {', '.join(map(repr, known))}" if known else "there is none"
-            add = f" Add Evaluate(loader, name={part!r}) to callbacks." if not (meant := nearest(part, known)) else meant
-            yield owner, f"it waits for the evaluation {part!r}, and {there}.{add}"
+            there = ", ".join(map(repr, known)) or "none"
+            add = (
+                nearest(part, known)
+                or f" Add Evaluate(loader, name={part!r}), or call trainer.evaluate(loader, name={part!r}) later."
+            )
+            yield owner, f"it waits for the evaluation {part!r}, and there is {there}.{add}"
 
 
 def monitors_in(hooks: Hooks) -> list[dict[str, str]]:
