@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -188,6 +188,9 @@ class Hooked:
     def check(self, run: Run) -> None: ...
 
 
+METHOD: Any = Hooked.check
+
+
 class SummaryWriter:
     """Stands for that of torch, whose package is optional."""
 
@@ -227,8 +230,8 @@ def into(target: Callable[[Run], Any]) -> None:
         (lambda: Checkpoint(save_top_k=3), r'Use keep=Best\("eval/loss", 3\)'),  # type: ignore[call-arg]
         (lambda: on("on_step_end"), r"Write Callback\.on_step_end"),  # type: ignore[arg-type]
         (lambda: on("on_train_batch_end"), r"Did you mean 'on_batch_end'\?"),  # type: ignore[arg-type]
-        (lambda: on(squared), r"Name the moment above the function: @on\(Callback\.on_step_end\)"),  # type: ignore[arg-type]
-        (lambda: on(Callback.on_step_end)(Hooked.check), r"A method needs no @on"),
+        (lambda: on(squared), r"Name the moment above the function: @on\(Callback\.on_step_end\)"),
+        (lambda: on(Callback.on_step_end)(METHOD), r"A method needs no @on"),
         (lambda: Evaluate(), r"Evaluate lacks loader\. Give the batches"),  # type: ignore[call-arg]
         (lambda: trainer().evaluate(), r"Trainer\.evaluate lacks loader\. Give the batches"),  # type: ignore[call-arg]
         (lambda: trainer([Evaluate(DATA)]), r"Give the callbacks in one list"),
@@ -273,6 +276,19 @@ def test_a_decorator_may_unpack_the_batch() -> None:
     assert run.outcome.kind == "finished"
 
 
+ENTROPY = supervised(nn.CrossEntropyLoss())
+CLASSES = [(torch.randn(6, 4, generator=GENERATOR), torch.arange(6) % 3)]
+WITH_NONE: Any = [torch.ones(4), None]
+
+
+def log_wrongly(run: Run, **keywords: Any) -> None:
+    run.log("x", 1, **keywords)
+
+
+def stop_wrongly(run: Any) -> None:
+    run.stop()
+
+
 class Lightning(nn.Linear):
     def training_step(self, batch: Any, index: int) -> Any: ...
 
@@ -288,15 +304,15 @@ class Lightning(nn.Linear):
             "make the metric with num_classes=",
         ),
         (
-            lambda: classified(DataLoader([torch.ones(4), None], batch_size=2)),
+            lambda: classified(DataLoader(WITH_NONE, batch_size=2)),
             "If it is a sample: the data set must return one",
         ),
         (
-            lambda: trainer(on(Callback.on_step_end)(lambda run: run.log("x", 1, step=3))).fit(),
+            lambda: trainer(on(Callback.on_step_end)(partial(log_wrongly, step=3))).fit(),
             "leave it out: the record of a step",
         ),
-        (lambda: trainer(on(Callback.on_step_end)(lambda run: run.log("x", 1, prog_bar=True))).fit(), "is enough: sinks"),
-        (lambda: trainer(on(Callback.on_step_end)(lambda run: run.stop())).fit(), r"as in run\.stop\('the loss is flat'\)"),
+        (lambda: trainer(on(Callback.on_step_end)(partial(log_wrongly, prog_bar=True))).fit(), "is enough: sinks"),
+        (lambda: trainer(on(Callback.on_step_end)(stop_wrongly)).fit(), r"as in run\.stop\('the loss is flat'\)"),
         (lambda: classified(CLASSES, model=Lightning(4, 3), compute_loss=None), r"Trainer\.from_lightning\(module, data"),
         (
             lambda: classified(CLASSES, compute_loss=steps_itself),
@@ -308,10 +324,6 @@ def test_an_error_of_the_first_hour_has_a_likely_cure(fit: Any, cure: str) -> No
     with pytest.raises((TypeError, ValueError, RuntimeError, NotImplementedError)) as caught:
         fit()
     assert re.search(f"likely cure: .*{cure}", "\n".join(caught.value.__notes__)), caught.value.__notes__
-
-
-ENTROPY = supervised(nn.CrossEntropyLoss())
-CLASSES = [(torch.randn(6, 4, generator=GENERATOR), torch.arange(6) % 3)]
 
 
 def classified(loader: Any, *callbacks: Any, model: nn.Module | None = None, compute_loss: Any = ENTROPY) -> None:
@@ -329,7 +341,8 @@ def steps_itself(model: nn.Module, batch: Any) -> Any:
 
 
 def test_an_iterator_of_a_loader_is_questioned_at_the_start(caplog: pytest.LogCaptureFixture) -> None:
-    loader = DataLoader(torch.ones(8, 4), batch_size=4)
+    samples: Any = torch.ones(8, 4)
+    loader: Any = DataLoader(samples, batch_size=4)
     arguments: Any = {"compute_loss": lambda model, batch: model(batch).mean(), "progress": False, "max_epochs": 2}
     with pytest.raises(DataError, match="no batch in epoch 2"):
         Trainer(lambda: nn.Linear(4, 1), lambda given: torch.optim.SGD(given, 0.1), iter(loader), **arguments).fit()

@@ -240,15 +240,17 @@ def listed(callbacks: object, directory: object) -> list[BaseCallback]:
 
 def _check_has_hook(callback: BaseCallback, what: str) -> None:
     """Raise `CallbackError` for a callback that is never called: it has no hook, no listeners and no state."""
+    if not isinstance(callback, Callback) or type(callback) is Callback:
+        return
     kind = type(callback)
     try:
-        if not isinstance(callback, Callback) or kind is Callback or callback.listeners():
+        if callback.listeners():
             return
     except AttributeError as error:
         if error.obj is not callback or "__init__" not in vars(kind):
             raise
         raise CallbackError(
-            f"{what}, a {kind.__name__}, has no {error.name!r}, which {kind.__base__.__name__} sets when it is made. Call "
+            f"{what}, a {kind.__name__}, has no {error.name!r}, which {kind.__mro__[1].__name__} sets when it is made. Call "
             f"super().__init__(...) in {kind.__name__}.__init__."
         ) from error
     if (kind.listeners, kind.state_dict) != (Callback.listeners, BaseCallback.state_dict):

@@ -60,10 +60,10 @@ def new_directory(parent: str | os.PathLike[str], name: str = "run") -> NewDirec
 
 
 def meant_instead(path: Path) -> str:
-    """Return a sentence about a run beside `path` whose name is `path.name` with a slip of the pen; empty if there is none.
+    """Return a sentence about a run beside `path` if the name of `path` is a misspelling of its name; empty if there is none.
 
-    Two letters that changed places, and one that is missing or too much inside the name, are slips. Numbers and last letters
-    are not, nor is another letter: ``shape`` and ``shake`` are two names.
+    Two swapped letters, and one that is missing or added inside the name, are misspellings. Different numbers, last letters or
+    replaced letters are not: ``shape`` and ``shake`` are two names.
 
     >>> meant_instead(Path("runs/baselien"))
     ''
@@ -71,12 +71,12 @@ def meant_instead(path: Path) -> str:
     beside = {file.parent.name: file.parent for file in path.parent.glob("*/run.json")}
     series = re.sub(r"\d+|.$", "", path.name)  # such as lr-0.1 and lr-0.2, or fold-a and fold-b
     for name in sorted(beside):
-        if re.sub(r"\d+|.$", "", name) != series and _is_slip(path.name, name):
+        if re.sub(r"\d+|.$", "", name) != series and _is_misspelling(path.name, name):
             return f" Did you mean {str(beside[name])!r}, which holds a run?"
     return ""
 
 
-def _is_slip(name: str, other: str) -> bool:
+def _is_misspelling(name: str, other: str) -> bool:
     shorter, longer = sorted((name, other), key=len)
     if len(shorter) == len(longer):
         differ = [index for index, pair in enumerate(zip(name, other, strict=True)) if pair[0] != pair[1]]

@@ -369,9 +369,13 @@ class Kept(Callback):
         Else warn after the first step, as the loop may keep an object until then.
         """
         if not strict:
-            run.after_step(lambda: [run.warn(text) for text in self._differences()])
+            run.after_step(lambda: self._warn(run))
         elif differences := self._differences():
             raise CheckpointMismatchError(f"{'; '.join(differences)}, or continue with strict=False.")
+
+    def _warn(self, run: Run) -> None:
+        for text in self._differences():
+            run.warn(text)
 
     def _differences(self) -> list[str]:
         """Return how a run that continues differs from its checkpoint: a sentence each, without its period."""
