@@ -38,10 +38,10 @@ hooks         1598     10       7
 drivers       2146     15       5
 optim         1311     11       6
 sinks         1215     10       7
-engine        5035     21      10
+engine        5037     21      10
 checkpoint    3907     16      10
 callbacks     3133     31      15
-loops         1049      5      12
+loops         1052      5      12
 testing        977      6      14
 commands       687      8      11
 report        2278     24       8
@@ -58,8 +58,8 @@ WINGS = ("compat", "report", "steering", "timetravel", "trackers")
 SUMS = """
 sum                             core   wings
 files                            189     384
-lines                          28398   32776
-words                         198480  221056
+lines                          28403   32776
+words                         198493  221056
 words a line                    6.99    6.74
 data files and long literals     485     794
 modules under 30 lines            10      46
