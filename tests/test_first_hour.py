@@ -2,32 +2,35 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, OneCycleLR, ReduceLROnPlateau, SequentialLR, StepLR
-from torchmetrics import MeanAbsoluteError, MetricCollection, R2Score
+from torch import nn
+from torch.optim.lr_scheduler import CosineAnnealingLR, StepLR
+from torch.utils.data import DataLoader
+from torchmetrics.classification import BinaryAccuracy, MulticlassAccuracy
 
 import cadenza
 from cadenza import At, Callback, Run, Trainer, on, supervised
 from cadenza.callbacks import (
-    BestWeights,
     Checkpoint,
     ClipGradients,
+    ConfusionMatrix,
     EarlyStopping,
     Evaluate,
     LearningRate,
     LogTraining,
+    SampleImages,
+    SavePredictions,
     Warmup,
 )
-from cadenza.callbacks.freezing import Freeze
-from cadenza.errors import CheckpointError, LossError
+from cadenza.errors import CheckpointError, DataError
 from cadenza.sinks import JsonLines
 from cadenza.testing import tiny_trainer
 
@@ -97,7 +100,7 @@ def test_a_resume_says_where_it_goes_on(tmp_path: Path, capsys: pytest.CaptureFi
 def test_a_directory_with_a_wrong_name_is_questioned_and_a_series_is_not(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for name in ("baseline", "lr-0.1", "lr-0.2", "fold-a", "fold-b"):
+    for name in ("baseline", "lr-0.1", "lr-0.2", "fold-a", "fold-b", "shake", "shape", "shakes", "shake-big", "snake"):
         trainer(Checkpoint(), directory=tmp_path / name).fit(resume="auto")
     assert "found no run" not in caplog.text
     trainer(Checkpoint(), directory=tmp_path / "basline").fit(resume="auto")
@@ -181,6 +184,35 @@ def log_a_picture(run: Run) -> None:
     run.log("picture", torch.zeros(3, 8, 8))
 
 
+class Hooked:
+    def check(self, run: Run) -> None: ...
+
+
+METHOD: Any = Hooked.check
+
+
+class SummaryWriter:
+    """Stands for that of torch, whose package is optional."""
+
+
+class Unfinished(Evaluate):
+    def __init__(self) -> None:
+        self.threshold = 0.5
+
+
+def several(models: Any) -> Trainer:
+    return Trainer(models, lambda given: torch.optim.SGD(given, 0.1), DATA, squared, max_epochs=1)
+
+
+def into(target: Callable[[Run], Any]) -> None:
+    def step(run: Run, batch: Any) -> Any:
+        loss = squared(run.model, batch)
+        run.backward(loss, into=target(run))
+        return loss
+
+    trainer(compute_loss=None, step_fn=step).fit()
+
+
 @pytest.mark.parametrize(
     ("wrong", "answer"),
     [
@@ -192,6 +224,28 @@ def log_a_picture(run: Run) -> None:
         (lambda: At([5, 10]), r"several are joined by \|, as in At\(5\) \| At\(10\)"),  # type: ignore[arg-type]
         (lambda: LearningRate(0.1), r"a constant rate is that of the optimizer"),  # type: ignore[arg-type]
         (lambda: trainer(log_a_picture).fit(), r"log Histogram\(tensor\) or Image\(tensor\)"),
+        (lambda: trainer(device="auto"), r"Leave device= out"),
+        (lambda: Warmup("10"), r'got \'10\'. Did you mean "10 steps"\?'),
+        (lambda: Warmup(10), r'got 10. Did you mean "10 steps"\?'),
+        (lambda: Checkpoint(save_top_k=3), r'Use keep=Best\("eval/loss", 3\)'),  # type: ignore[call-arg]
+        (lambda: on("on_step_end"), r"Write Callback\.on_step_end"),  # type: ignore[arg-type]
+        (lambda: on("on_train_batch_end"), r"Did you mean 'on_batch_end'\?"),  # type: ignore[arg-type]
+        (lambda: on(squared), r"Name the moment above the function: @on\(Callback\.on_step_end\)"),
+        (lambda: on(Callback.on_step_end)(METHOD), r"A method needs no @on"),
+        (lambda: Evaluate(), r"Evaluate lacks loader\. Give the batches"),  # type: ignore[call-arg]
+        (lambda: trainer().evaluate(), r"Trainer\.evaluate lacks loader\. Give the batches"),  # type: ignore[call-arg]
+        (lambda: trainer([Evaluate(DATA)]), r"Give the callbacks in one list"),
+        (lambda: trainer(SummaryWriter()), r"got a SummaryWriter\. Write TensorBoard\(\) of cadenza\.sinks"),
+        (
+            lambda: trainer(Unfinished()),
+            r"no 'evaluation', which Evaluate sets .* Call super\(\).__init__\(\.\.\.\) in Unfinished",
+        ),
+        (
+            lambda: several([nn.Linear(4, 1), nn.Linear(1, 4)]),
+            r"got 2 modules\. Give nn\.ModuleList\(\.\.\.\) .*cadenza\.attach",
+        ),
+        (lambda: several({"generator": nn.Linear(4, 1)}), r"got 1 module\. Give nn\.ModuleDict"),
+        (lambda: into(lambda run: run.model), r"expected an optimizer of the run; got Linear.* Give the one of its parameters"),
     ],
 )
 def test_a_mistake_of_the_first_hour_is_answered(wrong: Any, answer: str) -> None:
@@ -222,290 +276,176 @@ def test_a_decorator_may_unpack_the_batch() -> None:
     assert run.outcome.kind == "finished"
 
 
-# -- training that does not do what was meant ----------------------------------------------------------
+ENTROPY = supervised(nn.CrossEntropyLoss())
+CLASSES = [(torch.randn(6, 4, generator=GENERATOR), torch.arange(6) % 3)]
+WITH_NONE: Any = [torch.ones(4), None]
 
 
-def of_another_model(model: nn.Module, batch: Any) -> Any:
-    return squared(OTHER, batch)
+def log_wrongly(run: Run, **keywords: Any) -> None:
+    run.log("x", 1, **keywords)
 
 
-OTHER = nn.Linear(4, 1)
-to_none = on(Callback.on_before_optimizer_step)(lambda run: run.optimizers[0].zero_grad())
-to_zero = on(Callback.on_before_optimizer_step)(lambda run: run.model.zero_grad(set_to_none=False))
+def stop_wrongly(run: Any) -> None:
+    run.stop()
 
 
-@pytest.mark.parametrize(
-    ("compute_loss", "hooks", "steps"), [(of_another_model, [], 1), (squared, [to_none], 1), (squared, [to_zero], 20)]
-)
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_run_in_which_no_gradient_reaches_the_optimizer_is_warned_once(
-    compute_loss: Any, hooks: list[Any], steps: int, precision: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    trainer(*hooks, compute_loss=compute_loss, max_epochs=12, precision=precision).fit()
-    said = f"after {steps} step{'s' * (steps > 1)} of this run, no update of run.optimizers[0] (SGD) has had a gradient"
-    assert caplog.text.count(said) == 1
-    assert caplog.text.count("has had a gradient") == 1
-
-
-class Pair(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 1), nn.Linear(4, 1)
-
-
-def two_optimizers(model: Pair) -> list[torch.optim.Optimizer]:
-    return [torch.optim.SGD(part.parameters(), 0.01) for part in (model.first, model.second)]
-
-
-@pytest.mark.parametrize("way", ["step_fn", "compute_loss"])
-def test_one_of_several_optimizers_that_is_left_out_is_named(way: str, caplog: pytest.LogCaptureFixture) -> None:
-    def step(run: Run, batch: Any) -> Any:
-        loss = squared(run.model.first, batch)  # type: ignore[arg-type]
-        run.backward(loss)
-        run.update(run.optimizers[0])
-        return loss
-
-    model = Pair()
-    compute_loss = None if way == "step_fn" else lambda pair, batch: squared(pair.first, batch)
-    step_fn = step if way == "step_fn" else None
-    options: Any = {"max_epochs": 2, "progress": False, "device": "cpu"}
-    Trainer(model, two_optimizers(model), DATA, compute_loss, step_fn=step_fn, **options).fit()
-    assert "after 20 steps of this run, no update of run.optimizers[1] (SGD) has had a gradient" in caplog.text
-    assert "run.optimizers[0]" not in caplog.text
-
-
-def test_optimizers_that_take_turns_or_begin_later_and_parts_that_are_frozen_are_no_mistake(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    turn = [0]
-
-    def by_turns(model: Any, batch: Any) -> Any:
-        turn[0] += 1
-        return squared(model.first if turn[0] % 3 else model.second, batch)
-
-    for callbacks in ([], [Freeze("second", until="1 epoch")]):
-        model, loss = Pair(), by_turns if not callbacks else lambda pair, batch: squared(pair.first, batch)
-        options: Any = {"max_epochs": 2, "progress": False, "device": "cpu"}
-        optimizers = [*two_optimizers(model)]
-        Trainer(model, optimizers, DATA, loss, callbacks=callbacks, **options).fit()
-    assert "has had a gradient" not in caplog.text
-
-
-def test_a_loss_of_another_model_in_a_loop_is_not_only_blamed_on_zero_grad() -> None:
-    for step in trainer(compute_loss=None).steps():
-        for batch in step:
-            step.backward(squared(OTHER, batch))
-        with pytest.raises(LossError, match=r"the loss depends on no parameter of the run, such as that of another model"):
-            step.update()
-        break
-
-
-def test_a_run_takes_the_watch_off_its_optimizer_after_the_first_step() -> None:
-    counts: list[int] = []
-    count = on(Callback.on_step_start)(lambda run: counts.append(len(run.optimizers[0]._optimizer_step_post_hooks)))
-    trainer(count).fit()
-    assert counts == [1] + [0] * 19
-
-
-def test_a_warm_up_longer_than_the_run_is_a_warning_and_a_line_of_the_plan(caplog: pytest.LogCaptureFixture) -> None:
-    for length, steps in (("500 steps", 500), ("3 epochs", 60)):
-        caplog.clear()
-        made = trainer(Warmup(length), max_epochs=2)
-        said = f"Warmup('{length}') never reaches the full rate: it takes {steps} steps, and the run ends after 40"
-        assert f"! {said}" in str(made.plan())
-        made.fit()
-        assert caplog.text.count(said) == 1
-    caplog.clear()
-    for length in ("40 steps", "2 epochs", "100%"):
-        trainer(Warmup(length), max_epochs=2).fit()
-    assert "never reaches" not in caplog.text
-
-
-class Dropping(nn.Sequential):
-    def __init__(self) -> None:
-        super().__init__(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 1))
-
-
-def dropping(*callbacks: Any, **limits: Any) -> Trainer:
-    options: Any = {"max_epochs": 3, "progress": False, "device": "cpu", **limits}
-    return Trainer(Dropping, lambda given: torch.optim.SGD(given, 0.01), DATA, squared, callbacks=callbacks, **options)
+class Lightning(nn.Linear):
+    def training_step(self, batch: Any, index: int) -> Any: ...
 
 
 @pytest.mark.parametrize(
-    ("moment", "options", "limits"),
+    ("fit", "cure"),
     [
-        (Callback.on_epoch_end, {"at": 1}, {}),
-        (Callback.on_step_end, {"every": 3}, {}),
-        (Callback.on_step_end, {"at": 5}, {"max_steps": 10}),
-        (Callback.on_epoch_end, {"at": 3}, {"max_epochs": 5}),
-    ],
-)
-def test_an_evaluation_mode_that_a_hook_leaves_is_a_warning_once(
-    moment: Any, options: Any, limits: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    dropping(on(moment, **options)(lambda run: run.model.eval()), **limits).fit()
-    assert caplog.text.count("1 module with parameters that are trained, in evaluation mode: the model.") == 1
-    assert caplog.text.count("after a model.eval() in it") == 1
-
-
-@pytest.mark.parametrize("forgets", [True, False])
-def test_an_evaluation_mode_that_a_loop_leaves_is_a_warning_once(forgets: bool, caplog: pytest.LogCaptureFixture) -> None:
-    made = dropping()
-    for step in made.steps():
-        if not forgets:
-            made.model.train()
-        for batch in step:
-            step.backward(squared(made.model, batch))
-        if made.run.progress.step % 20 == 19:
-            made.model.eval()
-    assert caplog.text.count("in evaluation mode: the model.") == int(forgets)
-
-
-def test_an_evaluation_mode_after_the_last_step_or_on_purpose_is_no_mistake(caplog: pytest.LogCaptureFixture) -> None:
-    class Normed(Dropping):
-        def train(self, mode: bool = True) -> Any:
-            super().train(mode)
-            self[0].eval()
-            return self
-
-    @on(Callback.on_epoch_end)
-    def evaluated(run: Run) -> None:
-        run.model.eval()
-        if not run.progress.finished:
-            run.model.train()
-
-    at_end = on(Callback.on_fit_end)(lambda run: run.model.eval())
-    dropping(evaluated, at_end, Evaluate(DATA)).fit()
-    tiny_trainer(model=Normed(), loader=DATA, compute_loss=squared, epochs=3).fit()
-    dropping(Freeze("0", until="1 epoch"), at_end).fit()
-    assert "in evaluation mode" not in caplog.text
-
-
-@pytest.mark.parametrize("limits", [{}, {"max_steps": 30}, {"max_steps": 10}])
-def test_a_layer_that_a_hook_replaces_is_a_warning_once(limits: Any, caplog: pytest.LogCaptureFixture) -> None:
-    @on(Callback.on_step_end, at=5)
-    def new_head(run: Run) -> None:
-        run.model[2] = nn.Linear(4, 1)  # type: ignore[index]
-
-    dropping(new_head, **limits).fit()
-    assert caplog.text.count("no optimizer holds 2 parameters that require a gradient, so they are not trained: 2.weight") == 1
-
-
-@pytest.mark.parametrize(
-    ("schedule", "arguments", "said"),
-    [
-        (lambda one: CosineAnnealingLR(one, 20 * 6), {"accumulate": 4}, "T_max=120 is the number of batches"),
-        (lambda one: OneCycleLR(one, 0.1, total_steps=20 * 6), {"accumulate": 4}, "total_steps=120 is the number of batches"),
-        (lambda one: CosineAnnealingLR(one, 60), {}, "T_max=60: the rate rises again"),
+        (lambda: classified([(torch.ones(2, 4), ("cat", "dog"))]), "the targets are no tensor, but a tuple"),
+        (lambda: classified([(torch.ones(2, 5, 4), torch.zeros(2, 5).long())]), r"predictions\.transpose\(1, 2\)"),
+        (lambda: classified(CLASSES, Evaluate(CLASSES, metrics={"acc": BinaryAccuracy()})), r"for 3 classes use a multiclass"),
         (
-            lambda one: SequentialLR(one, [LinearLR(one, total_iters=20), CosineAnnealingLR(one, 60)], [20]),
-            {},
-            "CosineAnnealingLR after each of 100 updates, and T_max=60: the rate rises again",
+            lambda: classified(CLASSES, Evaluate(CLASSES, metrics={"acc": MulticlassAccuracy(7)})),
+            "make the metric with num_classes=",
         ),
-        (lambda one: CosineAnnealingLR(one, 120), {}, None),
-        (lambda one: CosineAnnealingLR(one, 30), {"accumulate": 4}, None),
-        (lambda one: SequentialLR(one, [LinearLR(one, total_iters=20), CosineAnnealingLR(one, 100)], [20]), {}, None),
-        (lambda one: torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(one, 20), {}, None),
+        (
+            lambda: classified(DataLoader(WITH_NONE, batch_size=2)),
+            "If it is a sample: the data set must return one",
+        ),
+        (
+            lambda: trainer(on(Callback.on_step_end)(partial(log_wrongly, step=3))).fit(),
+            "leave it out: the record of a step",
+        ),
+        (lambda: trainer(on(Callback.on_step_end)(partial(log_wrongly, prog_bar=True))).fit(), "is enough: sinks"),
+        (lambda: trainer(on(Callback.on_step_end)(stop_wrongly)).fit(), r"as in run\.stop\('the loss is flat'\)"),
+        (lambda: classified(CLASSES, model=Lightning(4, 3), compute_loss=None), r"Trainer\.from_lightning\(module, data"),
+        (
+            lambda: classified(CLASSES, compute_loss=steps_itself),
+            r"if compute_loss calls optimizer\.step\(\), remove that line",
+        ),
     ],
 )
-def test_a_schedule_that_does_not_end_with_the_run_is_questioned(
-    schedule: Any, arguments: Any, said: str | None, caplog: pytest.LogCaptureFixture
+def test_an_error_of_the_first_hour_has_a_likely_cure(fit: Any, cure: str) -> None:
+    with pytest.raises((TypeError, ValueError, RuntimeError, NotImplementedError)) as caught:
+        fit()
+    assert re.search(f"likely cure: .*{cure}", "\n".join(caught.value.__notes__)), caught.value.__notes__
+
+
+def classified(loader: Any, *callbacks: Any, model: nn.Module | None = None, compute_loss: Any = ENTROPY) -> None:
+    made = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 3)) if model is None else model
+    arguments: Any = {"max_epochs": 1, "progress": False, "device": "cpu"}
+    Trainer(made, torch.optim.SGD(made.parameters(), 0.1), loader, compute_loss, callbacks=callbacks, **arguments).fit()
+
+
+def steps_itself(model: nn.Module, batch: Any) -> Any:
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    loss = nn.functional.cross_entropy(model(batch[0]), batch[1])
+    loss.backward(retain_graph=True)
+    optimizer.step()
+    return loss
+
+
+def test_an_iterator_of_a_loader_is_questioned_at_the_start(caplog: pytest.LogCaptureFixture) -> None:
+    samples: Any = torch.ones(8, 4)
+    loader: Any = DataLoader(samples, batch_size=4)
+    arguments: Any = {"compute_loss": lambda model, batch: model(batch).mean(), "progress": False, "max_epochs": 2}
+    with pytest.raises(DataError, match="no batch in epoch 2"):
+        Trainer(lambda: nn.Linear(4, 1), lambda given: torch.optim.SGD(given, 0.1), iter(loader), **arguments).fit()
+    assert "the training loader is an iterator (_SingleProcessDataLoaderIter), which can be read once" in caplog.text
+
+
+# -- a loop of one's own ---------------------------------------------------------------------------
+
+
+def attached(directory: Path, steps: int, *, late: bool = False, fails_at: int | None = None) -> list[str]:
+    """Train in an attached loop with two updates on each rollout; return the names of the rollouts."""
+    model, names = nn.Linear(4, 1), list[str]()
+    made = {"device": "cpu", "progress": True, "resume": "auto", "callbacks": [Checkpoint("2 steps")]}
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with cadenza.attach(model, optimizer, max_steps=steps, directory=directory, seed=1, **made) as loop:  # type: ignore[arg-type]
+        if not late:
+            loop.keep("names", (names.copy, names.extend))
+        while not loop.over():
+            if late and not names:
+                loop.keep("names", (names.copy, names.extend))
+            names.append(f"rollout {loop.run.progress.step}")
+            for batch in DATA[:2]:
+                with loop.step():
+                    loop.backward(squared(model, batch))
+                    loop.update()
+                if loop.run.progress.step == fails_at:
+                    raise ValueError("the game is over")
+    return names
+
+
+def test_an_error_inside_a_rollout_speaks_of_the_loop_and_not_of_block_saves(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    trainer(LearningRate(schedule), max_epochs=6, **arguments).fit()
-    assert caplog.text.count("LearningRate steps ") == (said is not None)
-    assert (said or "") in caplog.text
+    with pytest.raises(ValueError, match="the game is over"):
+        attached(tmp_path, 6, fails_at=3)
+    assert "block_saves" not in caplog.text
+    assert attached(tmp_path, 6) == ["rollout 0", "rollout 2", "rollout 4"]
 
 
-def test_a_cosine_over_epochs_that_rises_again_is_questioned(caplog: pytest.LogCaptureFixture) -> None:
-    trainer(LearningRate(lambda one: CosineAnnealingLR(one, 3), "1 epoch"), max_epochs=6).fit()
-    assert "after each of 6 epochs, and T_max=3: the rate rises again" in caplog.text
+def test_a_resumed_loop_has_no_epochs_and_may_keep_an_object_before_its_first_step(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    attached(tmp_path, 4)
+    assert attached(tmp_path, 6, late=True) == ["rollout 0", "rollout 2", "rollout 4"]
+    assert "does not keep" not in caplog.text
+    assert "resumed at step-00000004: step 4; it was written" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("limits", [{"max_epochs": 1}, {"max_tokens": 160, "tokens": lambda batch: len(batch[0])}])
-def test_the_logged_rate_is_that_of_the_next_update_with_each_schedule_and_unit(limits: Any) -> None:
-    used: list[float] = []
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+@pytest.mark.parametrize(
+    ("callbacks", "kept", "warns"),
+    [((), False, True), ((LearningRate,), False, False), ((), True, False), (None, False, False)],
+)
+def test_a_scheduler_that_the_loop_would_step_is_questioned(
+    callbacks: Any, kept: bool, warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scheduler: Any = None if callbacks is None else StepLR(optimizer, 5)
+    drives = [callback(scheduler) for callback in callbacks or ()]
+    made: Any = {"max_epochs": 1, "device": "cpu", "progress": False}
+    with Trainer(model, optimizer, DATA, callbacks=drives, **made).steps() as steps:
+        if kept:
+            steps.keep("scheduler", scheduler)
+        for step in steps:
+            for batch in step:
+                step.backward(squared(model, batch))
+    assert ("a scheduler was made for SGD, and no callback steps it" in caplog.text) == warns
 
-    class See(Callback):
-        after = (Warmup,)
 
-        def on_before_optimizer_step(self, run: Run) -> None:
-            used.append(run.optimizers[0].param_groups[0]["lr"])
-
-    cosine = LearningRate(lambda one, total: CosineAnnealingLR(one, total))
-    run = trainer(Warmup("50%"), cosine, See(), LogTraining("1 step"), **{"max_epochs": None, **limits}).fit()
-    assert len(used) == 20
-    assert [rate for _, rate in run.history["train/lr"]][:-1] == pytest.approx(used[1:])
+# -- what never comes is said ----------------------------------------------------------------------
 
 
-def test_a_schedule_that_is_new_in_a_run_that_continues_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    def cosine() -> LearningRate:
-        return LearningRate(lambda one, total: CosineAnnealingLR(one, total))
-
-    trainer(Checkpoint("5 steps"), max_steps=10, directory=tmp_path / "without").fit()
-    trainer(Checkpoint("5 steps"), cosine(), max_steps=20, directory=tmp_path / "without").fit(resume="auto")
-    said = "the checkpoint has no schedule of LearningRate, which begins at position 0 after 10 steps. "
-    assert caplog.text.count(f"{said}Make it for the rest of the run, such as with total - 10 for total") == 1
+def test_a_limit_of_tokens_inside_the_first_epoch_is_said_as_one_of_steps(caplog: pytest.LogCaptureFixture) -> None:
+    evaluate = Evaluate(DATA[:2])
+    trainer(evaluate, max_epochs=None, max_tokens=30, tokens=lambda batch: 5).fit()
+    assert (
+        "Evaluate (every epoch) is not expected to fire in this run: with max_tokens=30 and 5 tokens in each step, "
+        in caplog.text
+    )
+    assert "the run ends before the first epoch is over" in caplog.text
     caplog.clear()
-    stop = on(Callback.on_step_end, at=10)(lambda run: run.stop("enough"))
-    trainer(Checkpoint("5 steps"), cosine(), stop, directory=tmp_path / "with").fit()
-    trainer(Checkpoint("5 steps"), cosine(), directory=tmp_path / "with").fit(resume="auto")
-    assert "has no schedule" not in caplog.text
-
-
-def fitted(model: nn.Module, batch: Any) -> dict[str, Tensor]:
-    return {"loss": squared(model, batch), "predictions": model(batch[0]).detach(), "targets": batch[1]}
+    run = trainer(evaluate, max_epochs=None, max_tokens=100, tokens=lambda batch: 5).fit()
+    assert "not expected" not in caplog.text
+    assert "eval/loss" in run.history.names
 
 
 @pytest.mark.parametrize(
-    ("watching", "said"),
+    "waits",
     [
-        (lambda: Checkpoint(keep_best=("eval/r2", "min")), "Checkpoint watches 'eval/r2' with mode='min', but a higher value"),
-        (lambda: EarlyStopping("eval/r2", "min"), "EarlyStopping watches 'eval/r2' with mode='min'"),
-        (lambda: BestWeights("eval/mae", "max"), "mode='max', but a lower value"),
-        (lambda: EarlyStopping("train/mae", "max"), "EarlyStopping watches 'train/mae'"),
-        (lambda: LearningRate(ReduceLROnPlateau, monitor="eval/r2"), "LearningRate watches 'eval/r2' with mode='min'"),
-        (lambda: Checkpoint(keep_best=("eval/r2", "max")), None),
-        (lambda: EarlyStopping("eval/mae", "min"), None),
-        (lambda: EarlyStopping("eval/loss"), None),
-        (lambda: LearningRate(lambda one: ReduceLROnPlateau(one, mode="max"), monitor="eval/r2"), None),
+        lambda name, folder: ConfusionMatrix(evaluation=name),
+        lambda name, folder: SavePredictions(folder / "rows.csv", evaluation=name),
+        lambda name, folder: SampleImages(evaluation=name),
     ],
 )
-def test_a_monitor_in_the_other_direction_than_its_metric_is_a_warning(
-    watching: Any, said: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_a_callback_that_waits_for_an_evaluation_that_is_not_there_says_so(
+    waits: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    evaluate = Evaluate(DATA, metrics={"r2": R2Score(), "mae": MeanAbsoluteError()})
-    log = LogTraining("1 epoch", metrics={"mae": MeanAbsoluteError()})
-    trainer(watching(), evaluate, log, compute_loss=fitted, max_epochs=2, directory=tmp_path).fit()
-    assert caplog.text.count("of this metric is better") == (said is not None)
-    assert (said or "") in caplog.text
-
-
-def test_one_metric_for_the_training_and_for_an_evaluation_is_an_error() -> None:
-    metric = MeanAbsoluteError()
-    for given in ({"mae": metric}, MetricCollection({"mae": metric})):
-        log, evaluate = LogTraining("1 epoch", metrics=given), Evaluate(DATA, metrics=given)
-        with pytest.raises(ValueError, match=r"the metric 'mae' of LogTraining and one of 'eval' are one object"):
-            trainer(log, evaluate, compute_loss=fitted).fit()
-    two = [LogTraining("1 epoch", metrics=[metric]), LogTraining("5 steps", metrics=[metric], prefix="often")]
-    with pytest.raises(ValueError, match="Create a metric for each"):
-        trainer(*two, compute_loss=fitted).fit()
-    evaluations = [Evaluate(DATA, metrics=[metric], name=name) for name in ("eval", "test")]  # one after the other
-    trainer(*evaluations, LogTraining("1 epoch", metrics={"mae": MeanAbsoluteError()}), compute_loss=fitted).fit()
-
-
-def test_without_a_seed_a_list_of_batches_trains_as_the_loop_by_hand() -> None:
-    def noisy(model: nn.Module, batch: Any) -> Any:
-        return squared(model, (batch[0] + torch.randn(8, 4), batch[1]))
-
-    by_hand, model = nn.Linear(4, 1), nn.Linear(4, 1)
-    model.load_state_dict(by_hand.state_dict())
-    torch.manual_seed(5)
-    optimizer = torch.optim.SGD(by_hand.parameters(), 0.01)
-    for batch in DATA:
-        noisy(by_hand, batch).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    torch.manual_seed(5)
-    optimizer = torch.optim.SGD(model.parameters(), 0.01)
-    Trainer(model, optimizer, DATA, noisy, max_epochs=1, progress=False, device="cpu").fit()
-    assert torch.equal(model.weight, by_hand.weight)
+    alone = trainer(waits("eval", tmp_path))
+    said = "it waits for the evaluation 'eval', and there is none. Add Evaluate(loader, name='eval'), or"
+    assert said in str(alone.plan())
+    alone.fit()
+    assert f"never fires in this run: {said}" in caplog.text
+    misspelled = trainer(waits("evall", tmp_path), Evaluate(DATA[:2], every="50 steps"))
+    assert "evaluation 'evall', and there is 'eval'. Did you mean 'eval'?" in str(misspelled.plan())
+    assert "waits for" not in str(trainer(waits("eval", tmp_path), Evaluate(DATA[:2])).plan())

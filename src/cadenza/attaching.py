@@ -287,8 +287,7 @@ class Loop:
 
     def _end(self, error: BaseException | None) -> None:
         """End the run, if it is not over."""
-        if error is None:
-            self._together.close()
+        self._together.__exit__(error and type(error), error, error and error.__traceback__)  # type: ignore[arg-type]
         part, self._part = self._part, None
         if part is not None:
             part.end(error)

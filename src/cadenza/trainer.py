@@ -125,7 +125,7 @@ class Trainer(Recipe):
         compile: Compile = False,
         debug_ranks: bool | float = False,
     ) -> None:
-        checks.check_recipe(precision, seed)
+        checks.check_recipe(precision, seed, device)
         notes = [*checks.unseeded(model, seed)]
         module = checks.made_model(model, seed)
         checks.check_parts(module, optimizer, loader, compute_loss, step_fn)

@@ -508,7 +508,7 @@ except KeyboardInterrupt:
     begun, bar, outcome, through, after = screen.lines
     assert (begun, through, after) == ("begun", "it came through", "")
     assert re.match(r"epoch 1/1  [━╸ ]+  4/6   66%  failed  loss ", bar)
-    assert re.fullmatch(r"failed after 0 epochs, 4 steps, .*: KeyboardInterrupt\(\)", outcome)
+    assert re.fullmatch(r"failed after 4 steps, in epoch 1, .*: KeyboardInterrupt\(\)", outcome)
 
 
 # -- the deadline of the last records -----------------------------------------------------------------

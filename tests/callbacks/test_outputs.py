@@ -140,7 +140,7 @@ def test_only_the_named_evaluation_is_written_each_time_to_its_own_file_if_the_p
     trainer.evaluate(tiny_loader(1))
     trainer.predict(tiny_loader(1))
     tiny_run(callbacks=[Evaluate(tiny_loader(1)), SavePredictions(tmp_path / "b.csv", evaluation="evall")], compute_loss=MSE)
-    assert "expects an evaluation 'evall'; this run has ['eval']. Did you mean 'eval'?" in caplog.text
+    assert "it waits for the evaluation 'evall', and there is 'eval'. Did you mean 'eval'?" in caplog.text
     assert list(tmp_path.iterdir()) == []
     trainer.evaluate(tiny_loader(1), name="test")
     assert len(read(tmp_path / "a.csv")) == 2

@@ -155,6 +155,24 @@ def test_a_path_that_is_not_there_lists_what_is(tmp_path: Path) -> None:
         trainer(tmp_path / "b").fit(resume=tmp_path / "nowhere" / "step-00000003")
 
 
+@pytest.mark.parametrize("place", ["", "checkpoints"])
+def test_the_path_of_a_run_names_its_newest_checkpoint(place: str, tmp_path: Path) -> None:
+    directory = interrupted(tmp_path / "a", 5)
+    newest = trainer(tmp_path / "b").fit(resume=directory / place)
+    assert newest.progress.origin.step == trainer(directory).fit(resume="last").progress.origin.step
+
+
+def test_a_folder_without_checkpoints_and_a_file_of_weights_are_named_with_the_cure(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(CheckpointError, match=r"no checkpoint at '(.*empty)': '\1' holds none\."):
+        trainer(tmp_path / "b").fit(resume=tmp_path / "empty")
+    weights = interrupted(tmp_path / "a", 5) / "checkpoints" / "last" / "model.safetensors"
+    with pytest.raises(
+        CheckpointError, match=r"'.*model.safetensors' is a file, .* load the weights with load_weights\(path, model"
+    ):
+        trainer(tmp_path / "b").fit(resume=weights)
+
+
 # -- what must be the same ----------------------------------------------------------------------------
 
 

@@ -74,6 +74,13 @@ def test_each_run_is_a_row_with_its_state_and_best_value_and_json_has_all_that_i
     assert runs["killed"]["ending"].startswith(ending)
 
 
+def test_settings_that_only_one_class_of_optimizers_has_are_no_columns(tmp_path: Path, cadenza: Command) -> None:
+    for name, kind in (("a", torch.optim.SGD), ("b", torch.optim.Adam)):
+        tiny_run(directory=tmp_path / name, optimizer=lambda given, kind=kind: kind(given, 0.1))
+    head = cadenza("runs", tmp_path).out.splitlines()[0].split()
+    assert head == ["run", "state", "optimizer", "steps", "time", "started"]
+
+
 def test_the_best_value_follows_the_mode_of_the_callback_that_watched(tmp_path: Path, cadenza: Command) -> None:
     trained(tmp_path / "low", lr=0.1)
     trained(tmp_path / "high", lr=0.1, mode="max")

@@ -341,7 +341,7 @@ def test_a_generator_for_several_epochs_is_named(caplog: pytest.LogCaptureFixtur
     batches = list(tiny_loader())
     with pytest.raises(DataError, match="gave no batch in epoch 2"):
         tiny_trainer(loader=(one for one in batches), epochs=2).fit()
-    assert "the training loader is a generator, which can be read once, and the run has 2 epochs" in caplog.text
+    assert "the training loader is an iterator (generator), which can be read once, and the run has 2 epochs" in caplog.text
     caplog.clear()
     tiny_trainer(loader=(one for one in batches), epochs=1).fit()
     assert "read once" not in caplog.text

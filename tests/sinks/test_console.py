@@ -82,7 +82,7 @@ def test_the_last_line_says_how_the_run_ended_after_what_was_logged_at_the_end(c
     assert finished.endswith(" s: the limit is reached")
     tiny_run(callbacks=[stop, Console()], directory=tmp_path / "run")
     [stopped] = capsys.readouterr().out.splitlines()
-    assert stopped.startswith("stopped after 0 epochs, 2 steps, ")
+    assert stopped.startswith("stopped after 2 steps, in epoch 1, ")
     assert stopped.endswith(" s: enough")
     assert (tmp_path / "run" / "console.log").read_text().splitlines() == [stopped]
     with pytest.raises(KeyError):

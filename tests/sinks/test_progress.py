@@ -99,12 +99,25 @@ def test_in_a_terminal_all_prints_are_whole_lines_above_one_bar() -> None:
     screen, written = shown_in_terminal(SCRIPT + run)
     *lines, bar, after, end = screen.lines
     assert lines == SPOKEN
-    assert re.fullmatch(r"epoch 2/2  ━+  6/6  100%  loss \S+  in \S+  \S+ (steps/s|s/step)  \S+ samples/s", bar)
+    assert re.fullmatch(
+        r"epoch 2/2  ━+  6/6  100%  loss \S+  eval/loss \S+  in \S+  \S+ (steps/s|s/step)(  \S+ samples/s)?", bar
+    )
     assert (after, end) == ("after", ""), "a kept reference to the stream still writes to the terminal"
     assert screen.cursor_shown
     assert "\x1b[?25l" in written, "the cursor is hidden while the bar is there"
     assert re.search(r"epoch 1/2  .*3/6   50%", written)
     assert re.search(r"eval       .*[1-8]/9", written), "an evaluation has a bar of its own"
+
+
+def test_the_newest_results_of_evaluations_stay_in_the_bar_and_in_its_last_line() -> None:
+    both = "Evaluate(tiny_loader(), '3 steps'), Evaluate(tiny_loader(), '3 steps', name='test')"
+    make = f"tiny_trainer(callbacks=[dawdle, {both}, ProgressBar(%s)], batches=12).fit()"
+    screen, written = shown_in_terminal(SCRIPT + make % "interval_s=0.01", width=80)
+    drawn = [float(value) for value in re.findall(r"  loss \S+ +eval/loss (\S+)  eta 0:00", written)]
+    assert len({*drawn}) > 1, "the results are those of the last evaluation"
+    assert re.search(r"  loss \S+  eval/loss \S+  in ", screen.lines[0])
+    line = piped(make % "'plain'").splitlines()[-1]
+    assert re.search(r"  loss \S+  eval/loss [\d.]+  in \S+  \S+ \S+  test/loss [\d.]+  ", line)
 
 
 def test_with_tqdm_there_is_a_bar_and_one_below_while_it_evaluates() -> None:
@@ -114,7 +127,7 @@ def test_with_tqdm_there_is_a_bar_and_one_below_while_it_evaluates() -> None:
     first, *_, last = states(written)
     assert first == "epoch 1/2:   0%|" + first.split("|")[1] + "| 0/10 [00:00]"
     assert any(re.search(r"eval: +\d+%\|.*\| [1-8]/9 \[00:00, \S+ batches/s, eta 0:00\]", state) for state in states(written))
-    ended = r"epoch 2/2: 100%\|█+\| 10/10 \[00:00, loss \S+, in 0:00, \S+ (steps/s|s/step), \S+ samples/s\]"
+    ended = r"epoch 2/2: 100%\|█+\| 10/10 \[00:00, loss \S+, eval/loss \S+, in 0:00, \S+ (steps/s|s/step)(, \S+ samples/s)?\]"
     assert re.fullmatch(ended, last)
     assert states("\n".join(screen.lines)) == [last], "the bar of the evaluation is gone"
 
@@ -226,7 +239,7 @@ def test_in_a_pipe_there_are_a_few_plain_lines() -> None:
     assert between, "an evaluation of 0.2 s is longer than the interval"
     assert all(re.fullmatch(r"(epoch [12]/2  step|eval  batch) .*\d+/\d+ .*", line) for line in between)
     assert any(re.search(r"batch [1-8]/9  +\d+%  \S+ batches/s  eta \d:\d\d", line) for line in between)
-    assert re.fullmatch(r"epoch 2/2  step 10/10  100%  loss \S+  in \S+  .*", last)
+    assert re.fullmatch(r"epoch 2/2  step 10/10  100%  loss \S+  eval/loss \S+  in \S+  .*", last)
 
 
 def test_the_variables_of_tqdm_count() -> None:

@@ -90,13 +90,10 @@ class SavePredictions(Callback):
         """The last written file."""
 
     def on_fit_start(self, run: Run) -> None:
-        if self.evaluation in run.evaluations:
-            if run.is_main:  # so that an error shows before the first epoch
-                if not self._fields:
-                    self._check_free(run, self._target(run))
-                own_folder(self._target(run).parent, sink="SavePredictions")
-        elif self.evaluation != "predict" and (meant := nearest(self.evaluation, run.evaluations)):
-            run.warn(f"SavePredictions expects an evaluation {self.evaluation!r}; this run has {[*run.evaluations]}.{meant}")
+        if self.evaluation in run.evaluations and run.is_main:  # so that an error shows before the first epoch
+            if not self._fields:
+                self._check_free(run, self._target(run))
+            own_folder(self._target(run).parent, sink="SavePredictions")
 
     def on_eval_start(self, run: Run, evaluation: Evaluation) -> None:
         if evaluation.name == self.evaluation:

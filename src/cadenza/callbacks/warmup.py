@@ -172,7 +172,8 @@ class Warmup(Callback, Compared):
 
 
 def _checked(length: object) -> Length | float:
-    if isinstance(length, str):
+    bare = isinstance(length, str) and length.strip().isdigit()
+    if isinstance(length, str) and not bare:
         read = Length.parse(length)
         if read.unit in ("step", "epoch"):
             return read
@@ -180,7 +181,8 @@ def _checked(length: object) -> Length | float:
             return float(read.count / 100)
     elif isinstance(length, float) and 0 < length <= 1:
         return length
-    hint = f' Did you mean "{length:g} steps"?' if isinstance(length, int | float) and length >= 1 else ""
+    bare = bare or (isinstance(length, int | float) and length >= 1)
+    hint = f' Did you mean "{float(length):g} steps"?' if bare else ""  # type: ignore[arg-type]
     raise ValueError(
         f'length must be such as "500 steps" or "1 epoch", or a fraction of the run such as 0.1; got {length!r}.' + hint
     )

@@ -329,6 +329,34 @@ def checkpoint_at(path: str) -> tuple[Store, Entry | None]:
     return store, None if saved is None else store.entry(saved)
 
 
+def entry_at(path: str, reader: Reader) -> Entry:
+    """Return the checkpoint at a path: of a run directory, or a folder of checkpoints, the newest that can be continued.
+
+    Raises:
+        CheckpointError: There is none.
+    """
+    store, entry = checkpoint_at(path)
+    if entry is not None:
+        return entry
+    if (catalogue := Catalogue.at(path)).entries:
+        return catalogue.choose(LAST, partial(reader.problem, exact=True))
+    is_here = "://" not in path
+    if is_here and os.path.isfile(os.path.join(path, "trainer_state.json")):
+        raise CheckpointError(
+            f"{path!r} is a checkpoint of transformers, which holds no run to continue. Load its weights with "
+            "from_pretrained, and start a new run with fit()."
+        )
+    if is_here and os.path.isfile(path):
+        raise CheckpointError(
+            f"{path!r} is a file, which holds no run to continue. Give the checkpoint, a folder such as 'step-00000500', or "
+            "load the weights with load_weights(path, model) and start a new run with fit()."
+        )
+    found = [entry.name for entry in store.saved()]
+    there = f"expected one of {found} in {str(store.files)!r}" if found else f"{str(store.files)!r} holds none"
+    there = f"{path!r} holds none" if is_here and os.path.isdir(path) else there
+    raise CheckpointError(f"there is no checkpoint at {path!r}: {there}. Give the path of a checkpoint, or resume='auto'.")
+
+
 def _facts_at(path: str) -> dict[str, Any]:
     """Return the content of the ``run.json`` of a run directory or of its ``checkpoints``; empty if it cannot be read."""
     folder = Path(path)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,7 +16,7 @@ from typing import Any, TypeGuard
 from weakref import proxy
 
 from cadenza.checkpoint import snapshot
-from cadenza.checkpoint.catalogue import Catalogue, Reader, checkpoint_at, find, first_usable, is_name, on_all_ranks
+from cadenza.checkpoint.catalogue import Catalogue, Reader, checkpoint_at, entry_at, find, first_usable, is_name, on_all_ranks
 from cadenza.checkpoint.parts import Written, load_callbacks, placed
 from cadenza.checkpoint.snapshot import check_whole
 from cadenza.checkpoint.store import Branch, Entry, Loaded, Store
@@ -157,7 +156,8 @@ def restored(session: Session, directory: RunDirectory | None, start: Start, *, 
     session.decide("resumed", f"at {loaded.name}", who="the trainer", data={"checkpoint": loaded.name})
     if session.advises:
         now, ago = session.progress.now(), clock(max(0.0, time.time() - loaded.manifest.get("time", 0)))
-        tell(session, f"resumed at {loaded.name}: step {now.step}, epoch {now.epoch + 1}; it was written {ago} ago")
+        epoch = f", epoch {now.epoch + 1}" if session.progress.has_epochs else ""
+        tell(session, f"resumed at {loaded.name}: step {now.step}{epoch}; it was written {ago} ago")
     _tell_plan_changes(session, directory)
     own = loaded.branch.run == start.branch.run
     if directory is not None and own and (lost := write_again(directory.path / "metrics.jsonl", session.metrics.history)):
@@ -501,7 +501,7 @@ class RunSoFar:
         Raises:
             CheckpointError: The checkpoint cannot be used.
         """
-        loaded, known = self.reader.read(_entry_at(path)), self.catalogue
+        loaded, known = self.reader.read(entry_at(path, self.reader)), self.catalogue
         wrote, present = loaded.branch, known.branch
         point = wrote.point(loaded.name)
         rank = present.rank(point.saved, wrote)
@@ -581,17 +581,3 @@ def _unusable(entry: Entry, reader: Reader) -> tuple[str, str]:
     if problem := not_exact(entry.name, manifest):
         return problem, "weights only" if manifest.get("weights_only") else "not exact"
     return f"{entry.name}: abandoned when the run was rolled back", "abandoned"
-
-
-def _entry_at(path: str) -> Entry:
-    store, entry = checkpoint_at(path)
-    if entry is not None:
-        return entry
-    found = [entry.name for entry in store.saved()]
-    there = f"expected one of {found} in {str(store.files)!r}" if found else f"{str(store.files)!r} holds none"
-    if "://" not in path and os.path.isfile(os.path.join(path, "trainer_state.json")):
-        raise CheckpointError(
-            f"{path!r} is a checkpoint of transformers, which holds no run to continue. Load its weights with "
-            "from_pretrained, and start a new run with fit()."
-        )
-    raise CheckpointError(f"there is no checkpoint at {path!r}: {there}. Give the path of a checkpoint, or resume='auto'.")

@@ -86,7 +86,7 @@ def unseeded(given: object, seed: int | None) -> Iterator[str]:
 def check_parts(model: object, optimizer: object, loader: object, compute_loss: object, step_fn: object) -> None:
     """Raise `TypeError` or `ValueError` for an argument of the wrong kind."""
     if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be an nn.Module, or a function without arguments that makes one; got {model!r}")
+        raise TypeError(f"model must be an nn.Module, or a function without arguments that makes one; got {_models(model)}")
     _check_data_of(model)
     if isinstance(optimizer, str) or not (callable(optimizer) or isinstance(optimizer, Optimizer | Sequence)):
         raise TypeError(
@@ -115,6 +115,18 @@ def check_parts(model: object, optimizer: object, loader: object, compute_loss: 
         raise ValueError("expected compute_loss or step_fn; got both. A step_fn computes its losses itself.")
     if step_fn is not None and not callable(step_fn):
         raise TypeError(f"step_fn must be a function (run, batch) -> loss; got {step_fn!r}")
+
+
+def _models(given: object) -> str:
+    """Describe an argument that is no model; for several, say what to write."""
+    parts = [*given.values()] if isinstance(given, Mapping) else given if isinstance(given, list | tuple) else []
+    if not parts or not all(isinstance(part, nn.Module) for part in parts):
+        return repr(given)
+    kind = "ModuleDict" if isinstance(given, Mapping) else "ModuleList"
+    return (
+        f"{counted(len(parts), 'module')}. Give nn.{kind}(...) of them, a list of optimizers and step_fn=, or write your own "
+        "loop with cadenza.attach, which takes several models."
+    )
 
 
 def _check_takes_two(name: str, function: Any, taken: str) -> None:
@@ -199,8 +211,12 @@ def given_by(override: object, resume: object) -> Settings:
     return Settings(names, values)
 
 
-def check_recipe(precision: object, seed: object) -> None:
+def check_recipe(precision: object, seed: object, device: object) -> None:
     """Raise `ValueError` or `TypeError` for an invalid training argument."""
+    if device == "auto":
+        raise ValueError(
+            "device must be the name of a device; got 'auto'. Leave device= out: the default is the best there is."
+        )
     check_precision(precision)
     if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool)):
         raise TypeError(f"seed must be a whole number or None; got {seed!r}")
@@ -224,9 +240,19 @@ def listed(callbacks: object, directory: object) -> list[BaseCallback]:
 
 def _check_has_hook(callback: BaseCallback, what: str) -> None:
     """Raise `CallbackError` for a callback that is never called: it has no hook, no listeners and no state."""
-    if not isinstance(callback, Callback) or type(callback) is Callback or callback.listeners():
+    if not isinstance(callback, Callback) or type(callback) is Callback:
         return
     kind = type(callback)
+    try:
+        if callback.listeners():
+            return
+    except AttributeError as error:
+        if error.obj is not callback or "__init__" not in vars(kind):
+            raise
+        raise CallbackError(
+            f"{what}, a {kind.__name__}, has no {error.name!r}, which {kind.__mro__[1].__name__} sets when it is made. Call "
+            f"super().__init__(...) in {kind.__name__}.__init__."
+        ) from error
     if (kind.listeners, kind.state_dict) != (Callback.listeners, BaseCallback.state_dict):
         return
     moments = moments_of(kind)
@@ -251,7 +277,8 @@ def _instead_of(thing: object) -> str:
         return f"the metric {name}. Write Evaluate(loader, metrics={{'name': {name}(...)}})."
     if isinstance(thing, DataLoader):
         return "a DataLoader. Write Evaluate(loader)."
-    return ""
+    known = hints("instead-of-objects")
+    return next((f"a {name}. {known[kind.__name__]}" for kind in type(thing).__mro__ if kind.__name__ in known), "")
 
 
 def check_resume(resume: object, *, new: bool = False) -> None:

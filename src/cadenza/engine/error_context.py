@@ -145,7 +145,8 @@ _BUILT = {"labels": _labels, "indices": _indices, "channels": _channels}
 _CONTEXT = "context: "
 _SHOWN = 16  # at most so many samples, and parts of a batch, are listed
 _NO_LOSS = re.compile(
-    r"forward\(\) (?:takes|missing|got)|must return the loss|the loss must .*; got a tensor of shape|the loss of .* shape"
+    r"forward\(\) (?:takes|missing|got)|required .forward. function"
+    r"|must return the loss|the loss must .*; got a tensor of shape|the loss of .* shape"
 )
 _IN_EVALUATION = ("cadenza.engine.evaluation", "cadenza.engine.tally", "cadenza.loading.evaluation")
 _IN_LOOP = {
@@ -283,6 +284,10 @@ class _Trace:
         outermost = self.scene.module in (None, self.session.module)
         if not (self.calls_model and outermost and _NO_LOSS.search(str(self.error))):
             return ""
+        if hasattr(self.session.module, "training_step"):
+            return (
+                "the model has a training_step, which Trainer.from_lightning(module, data, ...) calls: use it for this model."
+            )
         if self.models_own_loss:
             give = "Trainer(model, optimizer, loader, compute_loss); for batches (inputs, targets) it is supervised(loss_fn)."
         elif self.evaluation is not None and self.evaluation.compute is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Literal, TypeGuard, cast
 
@@ -366,6 +366,20 @@ def reports_nothing(hooks: Hooks, results: Mapping[str, float]) -> bool:
     """Return whether an evaluation has no result, and no hook can have used its batches."""
     used = any(moment.__name__ == "on_eval_batch_end" and listeners for moment, listeners in hooks.by_moment.items())
     return not results and not used and _only_own(hooks)
+
+
+def without_evaluation(hooks: Hooks) -> Iterator[tuple[str, str]]:
+    """Yield each callback that waits for an evaluation which no callback carries out, with the reason."""
+    parts = [_part(callback, "evaluation") for callback in hooks.callbacks.values()]
+    known = [part.name for part in parts if isinstance(part, Evaluation)]
+    for owner, part in zip(hooks.callbacks, parts if _only_own(hooks) else (), strict=False):
+        if isinstance(part, str) and part not in (*known, "predict"):
+            there = ", ".join(map(repr, known)) or "none"
+            add = (
+                nearest(part, known)
+                or f" Add Evaluate(loader, name={part!r}), or call trainer.evaluate(loader, name={part!r}) later."
+            )
+            yield owner, f"it waits for the evaluation {part!r}, and there is {there}.{add}"
 
 
 def monitors_in(hooks: Hooks) -> list[dict[str, str]]:

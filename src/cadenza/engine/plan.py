@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from cadenza.engine.arguments import plain_accumulate, useless_changes
+from cadenza.engine.monitor import without_evaluation
 from cadenza.engine.session import Session
 from cadenza.engine.step_state import Deferred
 from cadenza.errors import DirectoryError, nearest
@@ -183,7 +184,7 @@ def indented(moments: Mapping[str, T]) -> Iterator[tuple[str, T]]:
 
 def never(hooks: Hooks, limits: Progress, accumulate: int) -> list[tuple[str, str]]:
     """Return each listener that can never fire within these limits, with the reason."""
-    return [*_of_fetches(hooks, limits)] + [
+    return [*_of_fetches(hooks, limits), *without_evaluation(hooks)] + [
         (str(listener), reason)
         for listeners in hooks.by_moment.values()
         for listener in listeners

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any, TypeVar
@@ -41,6 +43,31 @@ def check_schedules(session: Session) -> None:
         session.warn(reason)
     for who, reason in never(session.hooks, session.progress, session.accumulate):
         session.warn(f"{who} never fires in this run: {reason}")
+    if session.progress.max_tokens is not None:
+        session.acts.after_step(partial(_warn_of_tokens, session))
+
+
+def _warn_of_tokens(session: Session) -> None:
+    """Warn, after the first step, of listeners that the run is too short for if all steps have as many tokens."""
+    now, limits = session.progress, session.progress
+    a_step = (now.tokens - now.origin.tokens) / max(1, now.step - now.origin.step)
+    if not a_step or limits.max_tokens is None or not session.advises:
+        return
+    steps = now.step + max(0, math.ceil((limits.max_tokens - now.tokens) / a_step))
+    ends = Progress(
+        max_epochs=limits.max_epochs,
+        max_steps=steps if limits.max_steps is None else min(steps, limits.max_steps),
+        batches_per_epoch=limits.batches_per_whole_epoch,
+        has_epochs=limits.has_epochs,
+        accumulate=session.accumulate,
+    )
+    known = never(session.hooks, limits, session.accumulate)
+    for who, reason in never(session.hooks, ends, session.accumulate):
+        if who not in dict(known):
+            session.warn(
+                f"{who} is not expected to fire in this run: with max_tokens={limits.max_tokens} and {a_step:g} tokens in each "
+                f"step, {reason}"
+            )
 
 
 def check_computes(session: Session) -> None:
@@ -143,7 +170,7 @@ def warn_of_loader(session: Session) -> None:
         return
     if is_read_once(loader) and progress.max_steps is None and progress.max_tokens is None and progress.max_epochs != 1:
         session.warn(
-            f"the training loader is a {type(loader).__name__}, which can be read once, and the run has "
+            f"the training loader is an iterator ({type(loader).__name__}), which can be read once, and the run has "
             f"{counted(progress.max_epochs or 0, 'epoch')}. Pass a list, a DataLoader, or another iterable that starts again "
             "at each iter()."
         )

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from weakref import proxy
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -52,7 +52,7 @@ class Verbs:
         self._add_gradients(Outputs(loss=scalar(loss)), into)
 
     def _add_gradients(self, outputs: Outputs, into: Into) -> None:
-        optimizers = [into] if isinstance(into, Optimizer) else into
+        optimizers = into if into is None or isinstance(into, Sequence) else [into]
         self._check_known(optimizers or ())
         self.own_calls.before_backward()
         alone = nullcontext() if optimizers is None else _adding_to(self.session, optimizers)
@@ -101,6 +101,10 @@ class Verbs:
         session = self.session
         for optimizer in optimizers:
             if not any(optimizer is known for known in session.optimizers):
+                if isinstance(optimizer, nn.Module):
+                    raise TypeError(
+                        f"expected an optimizer of the run; got {brief(optimizer)}. Give the one of its parameters."
+                    )
                 raise ValueError(
                     f"expected optimizers of the run; got {brief(optimizer)}, which no checkpoint would hold. Give all "
                     f"optimizers to Trainer(...) or attach(...); pass several as {self.name}.update(first, second)."

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from difflib import get_close_matches
 from pathlib import Path
 
 from cadenza.files.paths import local_path
@@ -61,14 +60,25 @@ def new_directory(parent: str | os.PathLike[str], name: str = "run") -> NewDirec
 
 
 def meant_instead(path: Path) -> str:
-    """Return a sentence about a run beside `path` with nearly the same name; empty if there is none, or if both are numbered.
+    """Return a sentence about a run beside `path` if the name of `path` is a misspelling of its name; empty if there is none.
+
+    Two swapped letters, and one that is missing or added inside the name, are misspellings. Different numbers, last letters or
+    replaced letters are not: ``shape`` and ``shake`` are two names.
 
     >>> meant_instead(Path("runs/baselien"))
     ''
     """
     beside = {file.parent.name: file.parent for file in path.parent.glob("*/run.json")}
     series = re.sub(r"\d+|.$", "", path.name)  # such as lr-0.1 and lr-0.2, or fold-a and fold-b
-    for name in get_close_matches(path.name, [*beside.keys() - {path.name}], n=1, cutoff=0.8):
-        if re.sub(r"\d+|.$", "", name) != series:
+    for name in sorted(beside):
+        if re.sub(r"\d+|.$", "", name) != series and _is_misspelling(path.name, name):
             return f" Did you mean {str(beside[name])!r}, which holds a run?"
     return ""
+
+
+def _is_misspelling(name: str, other: str) -> bool:
+    shorter, longer = sorted((name, other), key=len)
+    if len(shorter) == len(longer):
+        differ = [index for index, pair in enumerate(zip(name, other, strict=True)) if pair[0] != pair[1]]
+        return len(differ) == 2 and sorted(name) == sorted(other)
+    return any(longer[:index] + longer[index + 1 :] == shorter for index in range(len(longer) - 1))

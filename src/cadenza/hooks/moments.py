@@ -313,11 +313,18 @@ def moments_of(cls: type[Callback]) -> Mapping[str, Moment]:
 
 def check_declared(moment: object) -> None:
     """Raise `MomentError` unless `moment` is an entry of a table."""
-    if moment not in _DECLARED:
-        raise MomentError(
-            f"expected a moment, such as Callback.on_step_end; got {moment!r}. Declare a moment of your own in a class with "
-            "declares=True, and pass it as ThatClass.on_it."
-        )
+    if moment in _DECLARED:
+        return
+    known = moments_of(Callback)
+    if moment in known:
+        advice = f"Write Callback.{moment}."
+    elif isinstance(moment, str):
+        advice = f"Write it as an attribute of Callback, without quotes.{moment_meant(moment, known)}"
+    elif inspect.isfunction(moment):
+        advice = "Name the moment above the function: @on(Callback.on_step_end)."
+    else:
+        advice = "Declare a moment of your own in a class with declares=True, and pass it as ThatClass.on_it."
+    raise MomentError(f"expected a moment, such as Callback.on_step_end; got {moment!r}. {advice}")
 
 
 def check_fits(function: Callable[..., Any], moment: Moment) -> None:
@@ -436,6 +443,8 @@ def check_call(function: Callable[..., Any], wanted: list[str], problem: str) ->
         bound = signature.bind(*wanted)
     except TypeError:
         advice = _habit(signature)
+        if next(iter(signature.parameters), "") == "self" and "self" not in wanted:
+            advice = " A method needs no @on: in a subclass of Callback, it has the name of its moment. See also listeners()."
         if hasattr(function, "__wrapped__"):
             advice += f" If its decorator gives other arguments, write the parameters ({expected}) in the decorator's function."
         raise MomentError(f"{problem}: expected ({expected}), got {signature}.{advice}") from None

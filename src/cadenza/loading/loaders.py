@@ -141,8 +141,8 @@ def check_loader(loader: object, what: str, *, again: bool = False) -> None:
 
 
 def is_read_once(loader: object) -> bool:
-    """Return whether a loader is an iterator of Python, such as a generator. Other iterators may start again at ``iter()``."""
-    return isinstance(loader, Iterator) and type(loader).__module__ in ("builtins", "itertools")
+    """Return whether a loader is an iterator of Python or of a DataLoader. Other iterators may start again at ``iter()``."""
+    return isinstance(loader, Iterator) and type(loader).__module__ in ("builtins", "itertools", "torch.utils.data.dataloader")
 
 
 def _is_data_set(loader: Any) -> bool:

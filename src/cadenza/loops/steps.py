@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from threading import get_ident
@@ -18,11 +18,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from cadenza.engine.loop import EPOCH, STEP, Training
+from cadenza.engine.session import Session
 from cadenza.engine.verbs import StepVerbs
 from cadenza.errors import CheckpointMismatchError, add_note
 from cadenza.hooks.moments import BaseCallback, Callback
 from cadenza.loading.rng import without_arrays
 from cadenza.optim.optimizers import load_state
+from cadenza.optim.rates import SetsRates
 from cadenza.run import Run
 from cadenza.status.plain import encode
 from cadenza.status.shown import brief
@@ -200,6 +202,7 @@ class Steps:
             _open.add(self)
         if self._kept is not None and training.session.progress.step:
             self._kept.compare(training.session.run, strict=self._strict)
+        _warn_of_schedulers(training.session, [] if self._kept is None else self._kept.held)
         return training
 
     def keep(self, name: str, held: Any) -> None:
@@ -285,6 +288,19 @@ class Steps:
         part.__exit__(None if error is None else type(error), error, None)
 
 
+def _warn_of_schedulers(session: Session, held: Sequence[Any]) -> None:
+    """Warn of a scheduler that no callback steps: the loop would step it before the update, and no checkpoint would have it."""
+    callbacks = [callback for callback in session.hooks.callbacks.values() if isinstance(callback, SetsRates)]
+    for optimizer in session.optimizers:
+        steps = any(getattr(kept, "optimizer", None) is optimizer for kept in held)
+        if "step" in vars(optimizer) and not steps and not any(callback.drives(optimizer) for callback in callbacks):
+            session.warn(
+                f"a scheduler was made for {type(optimizer).__name__}, and no callback steps it: remove scheduler.step() from "
+                "the loop, and add LearningRate(scheduler) to callbacks, which steps it after each update and saves it. To "
+                "step it yourself, call step.update() before it, and steps.keep('scheduler', scheduler)"
+            )
+
+
 _open: WeakSet[Steps] = WeakSet()
 """The loops of this process that are not over."""
 
@@ -338,7 +354,9 @@ class Kept(Callback):
         """
         pair = _pair_of(self._call(name), name, held)
         if name in self._pairs:
-            raise ValueError(f"{self._call(name)} was called twice. Give each object a name of its own.")
+            raise ValueError(
+                f"{self._call(name)} was called twice. Call it once for each object, before the loop; each needs its own name."
+            )
         self._pairs[name] = pair
         self.held.append(held)
         if name in self._waiting:
@@ -347,11 +365,17 @@ class Kept(Callback):
             encode({self._call(name): self._saved(name)}, copy=type)  # nothing is copied
 
     def compare(self, run: Run, *, strict: bool) -> None:
-        """Warn of what a run that continues keeps otherwise than its checkpoint; raise an error with `strict`."""
-        differences = self._differences()
-        if differences and strict:
+        """Raise an error, with `strict`, if a run that continues keeps other objects than its checkpoint.
+
+        Else warn after the first step, as the loop may keep an object until then.
+        """
+        if not strict:
+            run.after_step(lambda: self._warn(run))
+        elif differences := self._differences():
             raise CheckpointMismatchError(f"{'; '.join(differences)}, or continue with strict=False.")
-        for text in differences:
+
+    def _warn(self, run: Run) -> None:
+        for text in self._differences():
             run.warn(text)
 
     def _differences(self) -> list[str]:

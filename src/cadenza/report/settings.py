@@ -17,10 +17,22 @@ def settings_of(info: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the names with values that differ or are missing in some runs, in order of first appearance."""
+    """Return the names with values that differ or are missing in some runs, in order of first appearance.
+
+    Of optimizers of several classes, settings that only one class has are left out: the class differs.
+
+    >>> adam = {"optimizer": "Adam", "optimizer.lr": 0.1, "optimizer.betas": "0.9, 0.99"}
+    >>> differing([adam, {"optimizer": "SGD", "optimizer.lr": 1}])
+    ['optimizer', 'optimizer.lr']
+    """
     names = dict.fromkeys(name for run in settings for name in run)
-    missing = object()
-    return [name for name in names if any(run.get(name, missing) != settings[0].get(name, missing) for run in settings[1:])]
+    found: list[str] = []
+    for name in names:
+        belongs_to_class = name.rpartition(".")[0] in found
+        values = [run.get(name) for run in settings if name in run]
+        if any(value != values[0] for value in values) or (len(values) < len(settings) and not belongs_to_class):
+            found.append(name)
+    return found
 
 
 def text_of(value: Any) -> str:

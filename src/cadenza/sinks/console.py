@@ -46,7 +46,7 @@ class Console(Callback):
     >>> run = tiny_run(callbacks=[log, Console()], steps=4)  # doctest: +ELLIPSIS
     epoch 1  step 2  train/loss 0.1738  train/lr 0.1  ... s
     epoch 1  step 4  train/loss 1.541   train/lr 0.1  ... s
-    finished after 0 epochs, 4 steps, ... s: the limit is reached
+    finished after 4 steps, in epoch 1, ... s: the limit is reached
     >>> run = tiny_run(callbacks=[Console(epochs=True)], epochs=2, batches=3)  # doctest: +ELLIPSIS
     epoch 1 of 2 begins
     epoch 1 is over after 3 steps, ... s
@@ -108,8 +108,9 @@ class Console(Callback):
     def _print_outcome(self, run: Run) -> None:
         if run.outcome is not None:
             done, kind = run.progress, run.outcome.kind
-            length = f"{counted(done.epoch, 'epoch')}, " if done.has_epochs else ""
-            length += counted(done.step, "step")
+            inside = done.has_epochs and (done.batch_in_epoch or not done.epoch)
+            length = f"{counted(done.epoch, 'epoch')}, " if done.has_epochs and not inside else ""
+            length += counted(done.step, "step") + (f", in epoch {done.epoch + 1}" if inside else "")
             run.print(f"{kind} after {length}, {_passed(time.time() - self._began)}: {run.outcome.reason}")
             for line in best_lines(run):
                 run.print(line)

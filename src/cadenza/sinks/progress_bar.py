@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
@@ -113,7 +113,7 @@ class ProgressBar(Callback):
 
     def on_eval_end(self, run: Run, evaluation: Evaluation) -> None:
         if isinstance(self._view, FitView):
-            self._view.evaluation = None
+            self._view.end_evaluation()
         else:
             self._end()
 
@@ -254,6 +254,7 @@ class FitView:
         self.run: Run = run
         self.evaluation: EvaluationView | None = None
         self._loss: tuple[int, float] | None = None  # and its step
+        self._results: dict[str, float] = {}  # of the last evaluation of each name
         self._coming: tuple[int, Arriving] | None = None
         progress = run.progress
         self._began, self._began_training = time.monotonic(), progress.training_s
@@ -280,6 +281,12 @@ class FitView:
         self.read_loss(wait=True)  # no step asks for it until the evaluation is over
         self.evaluation = EvaluationView(evaluation)
 
+    def end_evaluation(self) -> None:
+        """Keep the results of the evaluation, to show them from now on."""
+        if self.evaluation is not None:
+            self._results = {**self._results, **self.evaluation.results}  # a new mapping, as the timer reads the old one
+        self.evaluation = None
+
     def rows(self) -> list[Row]:
         """Return the current rows."""
         progress, evaluation = self.run.progress, self.evaluation
@@ -289,10 +296,10 @@ class FitView:
         facts: list[str] = []
         if step > first_step and now > began:
             passed_s = now - began
-            facts = [_speed((step - first_step) / passed_s), self._left(passed_s / (step - first_step))]
+            facts = [self._left(passed_s / (step - first_step)), _speed((step - first_step) / passed_s)]
             facts += _rates(before, done, passed_s)
         known = self._loss  # the thread of the run replaces it
-        row = self._row(progress.step if known is None else known[0], [*_shown(known), *facts])
+        row = self._row(progress.step if known is None else known[0], [*_shown(known), *_first(self._results, facts, digits=3)])
         return [row] if evaluation is None else [row, *evaluation.rows()]
 
     def end(self) -> list[Row]:
@@ -302,11 +309,12 @@ class FitView:
             self.read_loss(wait=True)
         passed_s = time.monotonic() - self._began
         training_s = max(self._training_s, 1e-9)
-        facts = [*(fact.rstrip() for fact in _shown(self._loss)), f"in {clock(passed_s)}"]
+        facts = [f"in {clock(passed_s)}"]
         if progress.step > origin.step:
             facts += [_speed((progress.step - origin.step) / training_s)]
             before, done = (origin.samples, origin.tokens), (progress.samples, progress.tokens)
             facts += _rates(before, done, training_s)
+        facts = [*(fact.rstrip() for fact in _shown(self._loss)), *_first(self._results, facts)]
         if run.outcome is not None and run.outcome.kind != "finished":
             facts.insert(0, run.outcome.kind)
         return [self._row(progress.step, facts)]
@@ -351,6 +359,15 @@ def _shown(known: tuple[int, float] | None) -> list[str]:
     return [] if known is None else [f"loss {known[1]:#.4g}".ljust(len("loss 0.01234"))]
 
 
+_RESULTS = 8  # at most so many are shown
+
+
+def _first(results: Mapping[str, float], facts: Sequence[str], digits: int = 4) -> list[str]:
+    """Return the facts with the results of evaluations: the first one before them, the others after the time and the speed."""
+    shown = [f"{name} {number(value, digits)}" for name, value in [*results.items()][:_RESULTS]]
+    return [*shown[:1], *facts[:2], *shown[1:], *facts[2:]]
+
+
 class EvaluationView:
     """The row of an evaluation."""
 
@@ -366,9 +383,14 @@ class EvaluationView:
             facts.append(f"eta {clock(max(total - done, 0) * passed_s / done)}")
         return [Row(self._evaluation.name, "batch", done, total, tuple(facts))]
 
+    @property
+    def results(self) -> Mapping[str, float]:
+        """The results so far: none before the end."""
+        return self._evaluation.results
+
     def end(self) -> list[Row]:
         """Return the final row, with the results."""
-        [row], results = self.rows(), self._evaluation.results
+        [row], results = self.rows(), self.results
         facts = (*(f"{name} {number(value)}" for name, value in results.items()), f"in {clock(time.monotonic() - self._began)}")
         return [replace(row, facts=facts)]
 
