@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ FILES = ("run.json", "metrics.jsonl")
 """A folder with one of these is a run directory."""
 SUCCESS = ("running", "finished", "stopped")
 """The states that are no failure."""
+_LIST_S, _MOST = 10.0, 100
 
 
 @dataclass(frozen=True)
@@ -91,6 +94,36 @@ def found(folders: Iterable[Path]) -> Iterator[Path]:
                 below.clear()
                 yield Path(path)
             below[:] = sorted(name for name in below if not name.startswith("."))
+
+
+class NamedRuns:
+    """The runs of a directory by name, for servers: looked for anew every ten seconds.
+
+    A name that comes from outside is only looked up: it is never used as a path. Links to folders are not followed.
+
+    Args:
+        directory: A run directory, or a folder of run directories. The run may be starting.
+
+    Raises:
+        DirectoryError: The directory does not exist, or it holds no run.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory: Path = directory
+        self._listed_s, self._paths = float("-inf"), dict[str, Path]()
+        if not self.paths():
+            raise DirectoryError(f"{str(directory)!r} holds no run. Give the directory= of a run, or a folder of such.")
+
+    def paths(self) -> dict[str, Path]:
+        """Return the first hundred run directories by name."""
+        if time.monotonic() - self._listed_s > _LIST_S:
+            paths = [self.directory] if is_held(self.directory) else found([self.directory])
+            self._paths = {self._name(path): path for path in islice(paths, _MOST)}
+            self._listed_s = time.monotonic()
+        return self._paths
+
+    def _name(self, path: Path) -> str:
+        return path.resolve().name if path == self.directory else path.relative_to(self.directory).as_posix()
 
 
 def values_of(folder: RunFolder, name: str) -> tuple[float | None, float | None]:
