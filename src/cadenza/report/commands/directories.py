@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import platform
+import re
 import time
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
@@ -13,7 +15,8 @@ from typing import Any
 
 from cadenza.commands.output import complain
 from cadenza.errors import DirectoryError
-from cadenza.files.locking import is_held
+from cadenza.files.disk import open_regular
+from cadenza.files.locking import LOCK, is_held
 from cadenza.report.best import best_of
 from cadenza.report.evaluations import evaluation_results
 from cadenza.report.settings import settings_of
@@ -22,7 +25,7 @@ from cadenza.status.formats import local_date
 
 FILES = ("run.json", "metrics.jsonl")
 """A folder with one of these is a run directory."""
-SUCCESS = ("running", "finished", "stopped")
+SUCCESS = ("running", "elsewhere", "finished", "stopped")
 """The states that are no failure."""
 _LIST_S, _MOST = 10.0, 100
 
@@ -33,7 +36,7 @@ class RunFolder:
 
     path: Path
     state: str
-    """``running``, ``killed``, or the kind of its `Outcome`; ``unknown`` without a ``run.json``."""
+    """``running``, ``elsewhere``, ``killed``, or the kind of its `Outcome`; ``unknown`` without a ``run.json``."""
     story: Story
 
     @cached_property
@@ -49,7 +52,7 @@ class RunFolder:
     @property
     def ending(self) -> str:
         """A sentence about its state."""
-        return ending(self.state, self.story)
+        return ending(self.path, self.state, self.story)
 
 
 def read(path: Path, *, names: Collection[str] | None = None) -> RunFolder:
@@ -60,21 +63,39 @@ def read(path: Path, *, names: Collection[str] | None = None) -> RunFolder:
     """
     held = is_held(path)  # before run.json: a run that ends in between has its outcome there
     story = story_at(path, names=names, checkpoints=False)
-    return RunFolder(path, state_of(held, story), story)
+    return RunFolder(path, state_of(path, held, story), story)
 
 
-def state_of(held: bool, story: Story) -> str:
-    """Return the state of a run: whether a process holds its directory, and the content of its ``run.json``."""
-    return "running" if held else story.kind or ("killed" if story.info else "unknown")
+def state_of(path: Path, held: bool, story: Story) -> str:
+    """Return the state of a run: whether a process holds its directory, and the content of its ``run.json``.
+
+    ``elsewhere``: a process of another machine held the directory, so whether it still does is not visible from here.
+    """
+    if held or story.kind or not story.info:
+        return "running" if held else story.kind or "unknown"
+    return "killed" if holder_in(path)[1] in ("", platform.node()) else "elsewhere"
 
 
-def ending(state: str, story: Story) -> str:
+def holder_in(path: Path) -> tuple[str, str]:
+    """Return the id of the process that held a directory last, and the name of its machine; empty if unknown."""
+    try:
+        with open_regular(path / LOCK) as file:
+            holder = re.match(r"process (\d+) on (.*)", file.read(1000).decode(errors="replace"))
+    except OSError:
+        return "", ""
+    return ("", "") if holder is None else (holder[1], holder[2].strip())
+
+
+def ending(path: Path, state: str, story: Story) -> str:
     """Return a sentence about a state."""
     last = "no record" if story.seen is None else f"last record at {local_date(story.seen)}, {story.reached}"
     if state == "running":
         return f"running: {last}"
     if state == "killed":
         return f"killed: no process holds the directory and run.json has no outcome; {last}"
+    if state == "elsewhere":
+        where = holder_in(path)[1]
+        return f"elsewhere: a process on {where} trained it, and whether it still does is not visible from here; {last}"
     if state == "unknown":
         return f"unknown: the directory has no readable run.json; {last}"
     return story.ending
