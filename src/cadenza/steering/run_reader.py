@@ -9,9 +9,8 @@ from importlib import import_module
 from typing import Any
 
 from cadenza.errors import DirectoryError, nearest
+from cadenza.steering.condition import described, health_of
 from cadenza.steering.facts import Facts, Row, number, records
-from cadenza.steering.health import health_of
-from cadenza.steering.progress import described
 
 SCHEMA = 1
 """The version of the answers. It grows when a field is removed or changes its meaning; a field that is added keeps it."""

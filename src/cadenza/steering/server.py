@@ -31,10 +31,10 @@ from cadenza.errors import CadenzaError, DirectoryError
 from cadenza.files.locking import is_held
 from cadenza.report import Live, Story, name_distinctly, page, story_at
 from cadenza.report.commands.directories import NamedRuns
-from cadenza.status.formats import amount, clock, in_json, precise
+from cadenza.status.formats import amount, clock, counted, in_json, precise
 from cadenza.status.markup import Html, element
 from cadenza.steering.acts import LARGEST, VERBS
-from cadenza.steering.health import FAULTS
+from cadenza.steering.condition import FAULTS
 from cadenza.steering.run_reader import RunReader, sentence
 from cadenza.steering.sending import tell
 
@@ -141,7 +141,7 @@ class Site:
         if paths is None:
             return PlainTextResponse("there is no such run here", 404)
         if self._streams >= STREAMS:
-            return PlainTextResponse(f"{STREAMS} pages are open; close one", 503)
+            return PlainTextResponse(f"{counted(STREAMS, 'page')} are open; close one", 503)
         return StreamingResponse(self._stream(request), media_type="text/event-stream")
 
     async def _stream(self, request: Request) -> AsyncIterator[str]:
@@ -224,7 +224,8 @@ class Guard:
     """Refuse requests without the token, of another host name, or from another site; add headers to all answers."""
 
     def __init__(self, app: Callable[[Message, Receive, Send], Awaitable[None]], token: str) -> None:
-        self._app, self._token = app, token
+        self._app = app
+        self._token = token
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Serve a request."""

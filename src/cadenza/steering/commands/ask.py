@@ -50,7 +50,7 @@ def put_errors_in_json(parser: argparse.ArgumentParser) -> None:
             raise SystemExit(2)
         complain(message)
 
-    parser.parse_known_args, parser.error = parse, error  # type: ignore[method-assign]
+    parser.parse_known_args, parser.error = parse, error  # type: ignore[assignment, method-assign]
 
 
 def ask(arguments: argparse.Namespace) -> int:
