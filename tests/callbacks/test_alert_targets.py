@@ -33,7 +33,7 @@ TEXT = "x is 3, > 2"
 
 
 def log_x(*values: float) -> Callback:
-    return on(Callback.on_step_end)(lambda run: run.log("x", values[run.progress.step - 1]))  # type: ignore[return-value]
+    return on(Callback.on_step_end)(lambda run: run.log("x", values[run.progress.step - 1]))
 
 
 def sent_to(target: object, *values: float, **options: Any) -> Run:
@@ -59,7 +59,7 @@ class Mails:
     logins: list[tuple[str, str]] = field(default_factory=list)
 
     async def handle_DATA(self, server: Any, session: Any, envelope: Any) -> str:  # noqa: N802  # the server calls it
-        self.came.append(email.message_from_bytes(envelope.content, policy=email.policy.default))  # type: ignore[arg-type]
+        self.came.append(email.message_from_bytes(envelope.content, policy=email.policy.default))
         self.recipients.append(envelope.rcpt_tos)
         return "250 OK"
 

@@ -6,7 +6,7 @@ import http.client
 import json
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,7 @@ class Served:
     address: str
     """As it was printed."""
     process: subprocess.Popen[str]
+    directory: Path
 
     @property
     def port(self) -> int:
@@ -67,7 +68,7 @@ class Served:
         connection.close()
         return accepted
 
-    def states(self, query: str = "") -> Iterator[dict[str, Any]]:
+    def states(self, query: str = "") -> Generator[dict[str, Any], None, None]:
         """Yield what the page is sent, without an end."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=100)
         connection.request("GET", f"/events?token={self.token}{query}")
@@ -90,7 +91,7 @@ def serving(directory: Path, *options: str) -> Iterator[Served]:
     try:
         address = process.stdout.readline().strip()
         assert address.startswith("http://127.0.0.1:"), process.communicate()
-        yield Served(address, process)
+        yield Served(address, process, directory)
     finally:
         process.kill()
         process.communicate()

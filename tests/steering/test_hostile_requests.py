@@ -178,7 +178,7 @@ def test_the_server_listens_on_this_machine_alone_and_writes_no_token(reading: S
         for address in others:
             if not str(address).startswith("127."):
                 assert other.connect_ex((str(address), reading.port)) != 0
-    with serving(Path(reading.process.args[4])) as served:  # type: ignore[index]  # the list of `serving`
+    with serving(reading.directory) as served:
         served.get()
         served.get("/?token=wrong")
         served.process.terminate()
@@ -254,12 +254,16 @@ def folder(name: str) -> Callable[[Path, Path], None]:
     return change
 
 
+def nested(run: Path, outside: Path) -> None:
+    (run / "run.json").write_text("[" * 100_000)
+
+
 CONTENTS: dict[str, Callable[[Path, Path], None]] = {
     **{f"a link as {name}": linked(name) for name in ("run.json", "metrics.jsonl", "decisions.jsonl", "profile.json", "media")},
     **{f"a pipe as {name}": fifo(name) for name in ("metrics.jsonl", "decisions.jsonl", "profile.json", "media")},
     "a run of others by a link": lambda run, outside: (run.parent / "link").symlink_to(outside),
     "a folder as decisions.jsonl": folder("decisions.jsonl"),
-    "no JSON": lambda run, outside: (run / "run.json").write_text("[" * 100_000) and None,
+    "no JSON": nested,
 }
 
 

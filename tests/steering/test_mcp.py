@@ -57,6 +57,7 @@ def test_the_tools_answer_as_ask_does(folder: Path) -> None:
         assert all(tool.annotations and tool.annotations.read_only_hint and tool.description for tool in tools)
         runs = await call(client, "runs")
         assert runs == {"runs": [{"name": name, "state": "finished", "step": 5} for name in ("first", "second")]}
+        asked: list[tuple[str, dict[str, Any]]]
         asked = [("status", {}), ("plan", {}), ("why", {"what": "ended"}), ("why_not", {"what": "saved"}), ("config", {})]
         asked += [("metric", {"name": "train/loss", "last": 2}), ("samples", {"step": 3}), ("health", {})]
         for tool, given in asked:

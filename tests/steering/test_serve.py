@@ -44,6 +44,8 @@ def test_the_page_follows_a_run_until_its_end(tmp_path: Path, browser: Browser) 
             first, curve = last_step(page), drawn(page)
             until(lambda: last_step(page) > first + 50)
             assert drawn(page) != curve
+            shown = page.locator("figure[data-chart='0'] p.count").last.inner_text()
+            assert int(shown.partition(" ")[0].replace(",", "")) > 100
             assert page.evaluate("performance.getEntriesByType('navigation').length") == 1
             page.get_by_label("update the report").uncheck()
             kill(process)

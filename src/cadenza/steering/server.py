@@ -230,7 +230,8 @@ class Guard:
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Serve a request."""
         if scope["type"] != "http":
-            return await self._app(scope, receive, send)
+            await self._app(scope, receive, send)
+            return
 
         async def guarded(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -240,7 +241,7 @@ class Guard:
 
         reason, code = refusal(Request(scope), self._token)
         answer = PlainTextResponse(reason, code) if reason else self._app
-        return await answer(scope, receive, guarded)
+        await answer(scope, receive, guarded)
 
 
 def refusal(request: Request, token: str) -> tuple[str, int]:

@@ -219,11 +219,12 @@ def _acts(runs: Sequence[RunFolder]) -> None:
     if not acts:
         return
     say()
-    rows = [("acts", "step", "act", "author", "reason", "result")]
+    rows = [["acts", "step", "act", "author", "reason", "result"]]
     for step, run, act in acts:
         done = str(act.data.get("result")) if act.what == "steered" else f"refused: {act.why.partition(': ')[2]}"
         texts = [str(act.data.get(name, "")) for name in ("author", "reason")]
-        rows.append((run.story.name, f"{step:,}", act_text(act), *(cut(clean(text), _LONGEST) for text in (*texts, done))))
+        cells = [cut(clean(text), _LONGEST) for text in (*texts, done)]
+        rows.append([run.story.name, f"{step:,}", act_text(act), *cells])
     print_rows(rows, right={1}, fit=True)
 
 

@@ -66,9 +66,9 @@ def server_of(directory: Path, *, allow_steering: bool = False) -> MCPServer[Any
         tools.runs, tools.status, tools.plan, tools.why, tools.why_not, tools.metric, tools.samples, tools.config, tools.health,
     )  # fmt: skip
     for tool in reading:
-        server.add_tool(tool, annotations=ToolAnnotations(readOnlyHint=True, openWorldHint=False))
+        server.add_tool(tool, annotations=ToolAnnotations(read_only_hint=True, open_world_hint=False))
     if allow_steering:
-        server.add_tool(tools.tell, annotations=ToolAnnotations(readOnlyHint=False, openWorldHint=False))
+        server.add_tool(tools.tell, annotations=ToolAnnotations(read_only_hint=False, open_world_hint=False))
     return server
 
 

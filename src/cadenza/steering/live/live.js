@@ -6,7 +6,10 @@
   const token = new URLSearchParams(location.search).get("token"), known = new Map();
   let wanted = panel.dataset.version, had = panel.dataset.version, next = 0, fetching = false;
 
-  const put = (node, text) => node.textContent === text || (node.textContent = text);
+  const put = (node, text) => {
+    if (node.textContent !== text) node.textContent = text; // else a screen reader would say it again
+  };
+  const copies = (node) => [...node.childNodes].map((child) => document.importNode(child, true));
   const add = (node, name, className, text) => node.appendChild(html(name, className, text));
 
   // -- the cards of the runs -----------------------------------------------------------------------
@@ -76,7 +79,7 @@
     if (node.dataset.fresh === fresh.innerHTML || busy(node)) return;
     node.dataset.fresh = fresh.innerHTML;
     const open = [...node.querySelectorAll("details")].map((one) => one.open);
-    node.replaceChildren(...[...fresh.childNodes].map((child) => document.importNode(child, true)));
+    node.replaceChildren(...copies(fresh));
     node.querySelectorAll("details").forEach((one, i) => (one.open = open[i] ?? one.open));
     sliders(node);
   }
@@ -99,7 +102,7 @@
   function replaceRows(fresh) {
     for (const row of fresh.querySelectorAll("tr[data-run]")) {
       const node = document.querySelector(`#runs tr[data-run="${row.dataset.run}"]`);
-      node?.replaceChildren(...[...row.cells].map((cell) => document.importNode(cell, true)));
+      node?.replaceChildren(...copies(row));
     }
   }
 
@@ -108,12 +111,12 @@
     acts.splice(0, acts.length, ...data.acts);
     for (const chart of charts) {
       const fresh = page.querySelector(`figure[data-chart="${chart.number}"]`), details = chart.figure.querySelector(".values");
+      const caption = chart.figure.querySelector("figcaption"), other = fresh.querySelector("figcaption");
+      const count = [...chart.figure.querySelectorAll("p.count")].find((node) => node !== chart.ranges);
       chart.lines = linesOf(data.charts[chart.number]);
-      for (const part of ["figcaption", ".plot + .count", "desc"]) {
-        const node = part === "desc" ? chart.svg.querySelector(part) : chart.figure.querySelector(part === "figcaption" ? part : ".count:not(.ranges)");
-        const other = fresh.querySelector(part);
-        if (node && other) put(node, other.textContent) && part === "figcaption" && node.replaceChildren(...[...other.childNodes].map((child) => document.importNode(child, true)));
-      }
+      if (caption.textContent !== other.textContent) caption.replaceChildren(...copies(other));
+      put(count, fresh.querySelector("p.count").textContent);
+      put(chart.svg.querySelector("desc"), fresh.querySelector("desc").textContent);
       if (details.open && !busy(details)) details.dispatchEvent(new Event("toggle"));
     }
     refine();
