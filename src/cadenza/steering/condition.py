@@ -13,7 +13,8 @@ from cadenza.steering.facts import Facts, Row, counters
 
 FAULTS = ("alerted", "disabled", "failed", "not sent", "not saved", "not pruned", "not kept")
 """The decisions that are problems."""
-_STALLED_S, _STALLED_TIMES = 60.0, 10
+_STALLED_S = 60.0
+_STALLED_TIMES = 10
 _FREE = 1 << 30  # bytes
 _MOST = 20  # faults that are listed
 _WINDOW_S = 60.0  # of the newest records: the rates are their mean
@@ -21,8 +22,10 @@ _WINDOW_S = 60.0  # of the newest records: the rates are their mean
 
 def described(facts: Facts, rows: list[Row]) -> Row:
     """Return how far the run is. `rows` are its newest records, the last one first."""
-    at, info = facts.reached(), facts.info
-    steps, epochs = _count(info.get("steps")), _count(_in(info, "arguments").get("max_epochs"))
+    at = facts.reached()
+    info = facts.info
+    steps = _count(info.get("steps"))
+    epochs = _count(_in(info, "arguments").get("max_epochs"))
     seen = rows[0]["time"] if rows else None
     rates = _rates(rows, _instant(_started(info))) or (None, None, None)
     done, whole = (at["step"], steps) if steps else (at["epoch"], epochs)

@@ -42,7 +42,9 @@ ALLOWED = tuple(verb for verb in VERBS if verb != "attach")
 """The verbs that the page may send. ``attach`` runs code, so it is left to the command line."""
 STREAMS = 16
 """How many pages may be open at the same time."""
-_AGAIN_S, _ALIVE_S, _WAIT_S = 5.0, 15.0, 5.0
+_AGAIN_S = 5.0
+_ALIVE_S = 15.0
+_WAIT_S = 5.0
 _FILES = ("run.json", "metrics.jsonl", "decisions.jsonl")
 _VALUES = 8
 _HOST = re.compile(r"(?:127\.0\.0\.1|localhost|\[::1\])(?::\d{1,5})?")
@@ -93,7 +95,8 @@ class Site:
 
     def _chosen(self, request: Request) -> dict[str, Path] | None:
         """Return the runs that a request is about; None if it names one that is not there. A name is never used as a path."""
-        paths, name = self.runs.paths(), request.query_params.get("run")
+        paths = self.runs.paths()
+        name = request.query_params.get("run")
         if name is None:
             return paths or None
         return {name: paths[name]} if name in paths else None
@@ -108,7 +111,8 @@ class Site:
             return {"version": self._version(paths), "runs": [self._state(name, path) for name, path in paths.items()]}
 
     def _state(self, name: str, path: Path) -> dict[str, Any]:
-        now, signs = time.monotonic(), _signs(path)
+        now = time.monotonic()
+        signs = _signs(path)
         looked, before, state = self._states.get(name, (0.0, "", {}))
         if signs != before or now - looked > _AGAIN_S:
             state = {"name": name, "link": path != self.runs.directory, **_shown(path), "acts": False}
@@ -127,7 +131,8 @@ class Site:
     def rendered(self, paths: Mapping[str, Path]) -> str:
         """Return the page of runs; the same text as long as their files are the same."""
         with self._lock:
-            key, version = tuple(paths), self._version(paths)
+            key = tuple(paths)
+            version = self._version(paths)
             before, text = self._pages.get(key, ("", ""))
             if before != version:
                 stories = [_story(path) for path in paths.values()]
@@ -147,14 +152,16 @@ class Site:
     async def _stream(self, request: Request) -> AsyncIterator[str]:
         self._streams += 1
         try:
-            before, told = "", time.monotonic()
+            before = ""
+            told = time.monotonic()
             while True:
                 paths = await run_in_threadpool(self._chosen, request)
                 if paths is None:
                     return
                 now = json.dumps(in_json(await run_in_threadpool(self.states, paths)))
                 if now != before:
-                    before, told = now, time.monotonic()
+                    before = now
+                    told = time.monotonic()
                     yield f"data: {now}\n\n"
                 elif time.monotonic() - told > _ALIVE_S:
                     told = time.monotonic()
@@ -250,7 +257,9 @@ def refusal(request: Request, token: str) -> tuple[str, int]:
     hosts = headers.getlist("host")
     if len(hosts) != 1 or not _HOST.fullmatch(hosts[0]):  # a name of another site that leads to this machine
         return "the Host header must name this machine: use the address that the server printed", 421
-    origin, site, is_post = headers.get("origin"), headers.get("sec-fetch-site"), request.method == "POST"
+    origin = headers.get("origin")
+    site = headers.get("sec-fetch-site")
+    is_post = request.method == "POST"
     if (origin is not None or is_post) and origin != f"http://{hosts[0]}":
         return "the request comes from another site", 403
     if site in ("cross-site", "same-site") and (is_post or headers.get("sec-fetch-mode") != "navigate"):
@@ -273,7 +282,9 @@ def _act_in(body: bytes) -> tuple[str, dict[str, Any], str]:
         raise ValueError("an act must be JSON") from None
     if not isinstance(act, dict) or not act.keys() <= {"verb", "arguments", "reason"}:
         raise ValueError("an act must be an object with verb, arguments and reason")
-    verb, arguments, reason = act.get("verb"), act.get("arguments", {}), act.get("reason", "")
+    verb = act.get("verb")
+    arguments = act.get("arguments", {})
+    reason = act.get("reason", "")
     if verb not in ALLOWED:
         raise ValueError(f"the verb must be one of {', '.join(ALLOWED)}")
     if not isinstance(arguments, dict) or not isinstance(reason, str):

@@ -27,7 +27,8 @@ FILES = ("run.json", "metrics.jsonl")
 """A folder with one of these is a run directory."""
 SUCCESS = ("running", "elsewhere", "finished", "stopped")
 """The states that are no failure."""
-_LIST_S, _MOST = 10.0, 100
+_LIST_S = 10.0
+_MOST = 100
 
 
 @dataclass(frozen=True)
@@ -131,7 +132,8 @@ class NamedRuns:
 
     def __init__(self, directory: Path) -> None:
         self.directory: Path = directory
-        self._listed_s, self._paths = float("-inf"), dict[str, Path]()
+        self._listed_s = float("-inf")
+        self._paths: dict[str, Path] = {}
         if not self.paths():
             raise DirectoryError(f"{str(directory)!r} holds no run. Give the directory= of a run, or a folder of such.")
 

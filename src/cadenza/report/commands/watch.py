@@ -25,7 +25,9 @@ from cadenza.status.progress import Counters
 
 INTERRUPTED = 130
 _EARLIER = 10  # records of the past that plain lines begin with
-_DECISIONS, _NOTABLE, _MOST_NEWS = 4, 3, 6
+_DECISIONS = 4
+_NOTABLE = 3
+_MOST_NEWS = 6
 _LEAST_CURVE = 8  # columns
 LOSS = "train/loss"
 _KINDS = {".png": "image", ".wav": "sound", ".json": "histogram", ".txt": "text"}
@@ -295,7 +297,8 @@ def _watched_by(run: Following) -> str:
 
 
 def _row(run: Following, name: str, *, several: bool) -> tuple[str, ...]:
-    story, left = run.story, run.remaining_s()
+    story = run.story
+    left = run.remaining_s()
     done = "" if run.fraction is None else f"{run.fraction * 100:.0f}%"
     step = f"{story.reached.step:,}" + (f" of {run.steps:,}" if run.steps else "")
     last = last_of(story.series.get(name))

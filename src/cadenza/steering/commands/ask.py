@@ -38,7 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def put_errors_in_json(parser: argparse.ArgumentParser) -> None:
     """Let a parser print its errors as one line of JSON if ``--json`` is among the arguments."""
-    read, complain, given = parser.parse_known_args, parser.error, list[str]()
+    read = parser.parse_known_args
+    complain = parser.error
+    given: list[str] = []
 
     def parse(arguments: Any = None, namespace: Any = None) -> Any:
         given[:] = arguments or []
@@ -50,7 +52,8 @@ def put_errors_in_json(parser: argparse.ArgumentParser) -> None:
             raise SystemExit(2)
         complain(message)
 
-    parser.parse_known_args, parser.error = parse, error  # type: ignore[assignment, method-assign]
+    parser.parse_known_args = parse  # type: ignore[assignment, method-assign]
+    parser.error = error  # type: ignore[method-assign]
 
 
 def ask(arguments: argparse.Namespace) -> int:

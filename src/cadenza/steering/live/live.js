@@ -3,8 +3,8 @@
 {
   const panel = document.getElementById("live"), cards = document.getElementById("live-runs"), link = document.getElementById("link");
   const follow = document.getElementById("follow"), form = document.getElementById("acts-form");
-  const token = new URLSearchParams(location.search).get("token"), known = new Map();
-  let wanted = panel.dataset.version, had = panel.dataset.version, next = 0, fetching = false;
+  const token = new URLSearchParams(location.search).get("token"), known = new Map(), news = [];
+  let wanted = panel.dataset.version, had = panel.dataset.version, next = 0, quiet = 0, fetching = false;
 
   const put = (node, text) => {
     if (node.textContent !== text) node.textContent = text; // else a screen reader would say it again
@@ -44,14 +44,17 @@
     card.news.replaceChildren(...run.news.map(({ text, kind }) => html("li", kind, text)));
     const fresh = run.news.filter(({ text, kind }) => kind && !card.seen.has(text)).map(({ text }) => text);
     if (!first && run.state !== card.state) fresh.push(run.sentence);
-    for (const { text } of run.news) card.seen.add(text);
+    card.seen = new Set(run.news.map(({ text }) => text));
     card.state = run.state;
     return fresh.map((text) => `${run.name}: ${text}`);
   }
 
   function take({ runs: states, version }) {
-    const said = states.flatMap(show);
-    if (said.length) say(said.join(". "));
+    news.push(...states.flatMap(show));
+    if (news.length && Date.now() > quiet) { // a screen reader needs time for the news before
+      say(news.splice(0).slice(-3).join(". "));
+      quiet = Date.now() + 5000;
+    }
     if (form) {
       document.getElementById("acts-fields").disabled = !states[0].acts;
       document.getElementById("acts-none").hidden = states[0].acts;
