@@ -20,6 +20,8 @@ CHECKED_BY = {
         "the weights are the same to the bit": "a_series_of_acts_is_repeated_to_the_same_bits",
         "also for a run that was killed around its acts": "a_run_that_is_killed_around_its_acts_ends_as_its_repeat",
         "and on multiple ranks": "two_ranks_repeat_a_run",
+        "from no other site": "a_name_of_another_site_that_leads_here_is_refused",
+        "are text, never HTML": "html_in_names_values_reasons_and_notes_is_text",
     },
     "README.md": {
         "A misspelled hook is an error": "a_hook_that_could_not_be_called_is_an_error_when_the_class_is_written",

@@ -393,7 +393,7 @@ def logging_values(values: Sequence[float | None], name: str = "x") -> Subscript
 def fired(rule: Any, values: Sequence[float | None]) -> list[tuple[int, str]]:
     """Return the steps and texts of the alerts of a run that logs the values as ``x``."""
     sent: list[AlertMessage] = []
-    tiny_run(callbacks=[logging_values(values), Alert(rule, to=sent.append)], steps=len(values))
+    tiny_run(callbacks=[logging_values(values), Alert(rule, to=sent.append, pause=None)], steps=len(values))
     return [(message.step, message.text) for message in sent]
 
 
@@ -465,7 +465,7 @@ def test_a_continued_run_sends_each_alert_once(tmp_path: Path) -> None:
     values = [1, 3, 1, 1, 3, 3, 3, 1, 3]
 
     def fit(fail_at: int = 99) -> Run:
-        alert = Alert("x > 2", to=lambda message: sent.append(message.step))
+        alert = Alert("x > 2", to=lambda message: sent.append(message.step), pause=None)
         callbacks = [logging_values(values), alert, Checkpoint(every="3 steps"), failing(Callback.on_step_end, fail_at)]
         return tiny_trainer(callbacks=callbacks, steps=len(values), directory=tmp_path).fit(resume="auto")
 
@@ -491,7 +491,7 @@ def test_silence_is_noticed_while_the_training_hangs_and_once(what: str, caplog:
             until(lambda: len(came) > before)
         run.log("x", 1.0)
 
-    run = tiny_run(callbacks=[hang, Alert(f"no {what} for 0.2 s", to=["console", came.append])], steps=8)
+    run = tiny_run(callbacks=[hang, Alert(f"no {what} for 0.2 s", to=["console", came.append], pause=None)], steps=8)
     texts = [message.text for message in came]
     assert f"no {what} for 0.2 s, the last one was of step 3" in texts
     assert f"no {what} for 0.2 s, the last one was of step 6" in texts

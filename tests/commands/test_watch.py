@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import re
+import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -15,12 +16,13 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from cadenza import Callback, Run, Text, on
-from cadenza.callbacks import EarlyStopping, Evaluate
+from cadenza.callbacks import Alert, EarlyStopping, Evaluate, LogTraining
 from cadenza.files.locking import FolderLock
 from cadenza.records.reading import NewRecords
+from cadenza.report.commands import directories
 from cadenza.report.commands import replay as replay_command
 from cadenza.report.commands import watch as watch_command
-from cadenza.report.commands.following import Following
+from cadenza.report.commands.following import FollowedRuns, Following
 from cadenza.sinks import Csv, TensorBoard
 from cadenza.testing import tiny_loader, tiny_run
 from tests.commands.parts import Command, died, going_on, let_die
@@ -249,6 +251,105 @@ def test_a_run_that_is_continued_repeats_no_step_for_who_follows(tmp_path: Path)
     assert [record.step for record in new.read()] == [8, 9, 10, 11]
     assert [record.step for record in new.read()] == []
     assert new.broken == 0
+
+
+# -- several runs --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three runs: one that an alert warns of, one that was killed, and one that was steered."""
+    folder = tmp_path_factory.mktemp("several")
+    log = LogTraining("1 step", throughput=False)
+    alert = Alert("train/loss > 2", to=[lambda message: None])
+    tiny_run(directory=folder / "alerted", callbacks=[log, alert], losses=[1.0, 3.0, 1.0])
+    died(folder / "deep" / "died", waits_after=5)
+    tiny_run(directory=folder / "steered", callbacks=[log, Evaluate(tiny_loader())], seed=1)
+    act = {"verb": "set", "arguments": {"lr": 0.01}, "author": "ann", "reason": "", "result": "lr 0.1 -> 0.01"}
+    row = {
+        "what": "steered",
+        "who": "Steering",
+        "why": "set lr=0.01 by ann: lr 0.1 -> 0.01",
+        "epoch": 0,
+        "step": 3,
+        "data": act,
+    }
+    with (folder / "steered" / "decisions.jsonl").open("a", encoding="utf-8") as file:
+        file.write(json.dumps({"batch": 3, "samples": 6, "tokens": 0, **row}) + "\n")
+    return folder
+
+
+def test_several_runs_are_a_table_with_their_alerts_and_acts(folder: Path, cadenza: Command) -> None:
+    title, _, head, *rows = cadenza("watch", folder, "--once", code=1).out.splitlines()
+    assert title == "3 runs: 2 finished, 1 killed"
+    assert head.split() == ["run", "state", "step", "done", "left", "alerts", "acts", "value"]
+    cells = {row.split()[0]: row.split() for row in rows[:3]}
+    assert cells["alerted"][1:7] == ["finished", "3", "of", "3", "100%", "1"]
+    assert cells["died"][1] == "killed"
+    assert cells["steered"][5:9] == ["100%", "1", "train/loss", cells["steered"][8]]
+    assert "alerted: step 2: alerted by Alert: train/loss is 3, > 2" in rows
+    assert "steered: step 3: steered by Steering: set lr=0.01 by ann: lr 0.1 -> 0.01" in rows
+
+
+@pytest.mark.parametrize("columns", [30, 60, 80, 120])
+def test_the_table_fits_the_terminal(columns: int, folder: Path) -> None:
+    runs = FollowedRuns([folder])
+    for run in runs.present():
+        run.update()
+    for rows in (6, 9, 24):
+        lines = watch_command.table_of(runs.present(), "train/loss", columns, rows)
+        assert len(lines) <= rows
+        assert max(map(len, lines)) <= columns
+    few = watch_command.table_of(runs.present(), None, columns, 5)
+    assert few[-1] == "and 2 more runs"
+
+
+def test_each_run_of_several_has_its_lines_and_its_json(folder: Path, cadenza: Command) -> None:
+    out = cadenza("watch", folder / "steered", folder / "alerted", "--every", 0.05).out
+    assert "alerted: epoch 0, step 2: train/loss 3  train/lr 0.1" in out
+    assert f"{folder / 'steered'}: finished: the limit is reached" in out
+    updates = [json.loads(line) for line in cadenza("watch", folder, "--json", code=1).out.splitlines()]
+    assert {Path(update["run"]).name: update["state"] for update in updates} == {
+        "alerted": "finished", "died": "killed", "steered": "finished",
+    }  # fmt: skip
+    alerts = {Path(update["run"]).name: [one["why"] for one in update["alerts"] + update["acts"]] for update in updates}
+    assert alerts["alerted"] == ["train/loss is 3, > 2"]
+    assert alerts["steered"] == ["set lr=0.01 by ann: lr 0.1 -> 0.01"]
+
+
+def test_a_run_that_comes_into_the_folder_is_followed_to_its_end(
+    folder: Path, tmp_path: Path, cadenza: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process = going_on(tmp_path / "first", 4)
+
+    def come() -> None:
+        shutil.copytree(folder / "alerted", tmp_path / "second")
+        (tmp_path / "first" / "go").touch()
+
+    after_the_first_update(monkeypatch, come)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(directories, "_LIST_S", 0.0)
+        out = cadenza("watch", tmp_path, "--every", 0.05).out
+    process.join(300)
+    assert f"{tmp_path / 'first'}: finished" in out
+    assert re.search(r"first: .*step 9: number 9", out)
+    assert "second: epoch 0, step 3: train/loss 1" in out
+
+
+def test_an_alert_is_shown_though_many_decisions_came_later(folder: Path) -> None:
+    run = Following(folder / "alerted")
+    run.update()
+    decided = run.story.decisions
+    run.story.decisions = [*decided, *[one for one in decided if one.what != "alerted"] * 9]
+    assert any("alerted by Alert: train/loss is 3" in line for line in watch_command.lines(run, 100, 24))
+
+
+def test_a_copy_from_another_machine_is_not_said_to_be_killed(tmp_path: Path, cadenza: Command) -> None:
+    died(tmp_path / "run", waits_after=5)
+    copy = shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    (copy / "run.lock").write_text("process 71 on node-3\n", encoding="utf-8")
+    assert seen(copy, cadenza)["state"] == "elsewhere"
+    assert "a process on node-3 trained it" in cadenza("why", copy).out
 
 
 def test_a_record_of_media_alone_says_how_many_there_are(tmp_path: Path, cadenza: Command) -> None:

@@ -283,6 +283,7 @@ def test_no_sentence_of_the_package_makes_a_plural_of_its_own() -> None:
         "compat/lightning/before_fit.py",  # a point of the run: a text for a program
         "callbacks/swa.py",  # a cadence: a text for a program
         "report/commands/watch.py",  # a speed
+        "steering/server.py",  # a speed
         "drivers/fsdp.py",
         "drivers/sharding.py",  # a shape
         "report/chart.py",

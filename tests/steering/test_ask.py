@@ -137,23 +137,41 @@ def test_wrong_questions_are_refused(finished: Path, tmp_path: Path, capsys: pyt
     assert (code, told["ok"], told["error"]["kind"]) == (1, False, "directory")
     code, told = answer(finished, "samples 99", capsys)
     assert (code, told["error"]["kind"]) == (1, "value")
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[str, str]:
+    """Return stdout and stderr of arguments that cannot be read."""
+    with pytest.raises(SystemExit) as end:
+        main([*arguments])
+    assert end.value.code == 2
+    return capsys.readouterr()
+
+
+def test_arguments_that_cannot_be_read_are_refused_in_json_too(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for wrong, message in {
         "metric": "needs one more argument",
         "status now": "takes no more arguments; got 'now'",
         "samples two": "expected the number of a step; got 'two'",
     }.items():
-        assert main(["ask", str(finished), *wrong.split()]) == 1
-        assert message in capsys.readouterr().err
-        code, told = answer(finished, wrong, capsys)
-        assert (code, told["error"]["kind"]) == (2, "arguments")
+        assert message in refused(capsys, "ask", str(finished), *wrong.split())[1]
+        told = json.loads(refused(capsys, "ask", str(finished), *wrong.split(), "--json")[0])
+        jsonschema.validate(told, FORM)
+        assert (told["error"]["kind"], told["run"], told["question"]) == ("arguments", str(finished), wrong.split()[0])
         assert message in told["error"]["message"]
-    assert main(["ask", str(finished), "stat", "--json"]) == 2
-    assert "invalid choice: 'stat'" in json.loads(capsys.readouterr().out)["error"]["message"]
-    for verb in (["dance"], ["set"], ["note"], ["save", "now"]):
-        assert main(["tell", str(finished), *verb, "--json"]) == 2
-        assert json.loads(capsys.readouterr().out)["error"]["kind"] == "arguments"
-    with pytest.raises(SystemExit):
-        main(["ask", str(finished), "stat"])
+    for wrong in ("", "RUN", "RUN stat", "RUN metric a --last many", "RUN status --unknown"):
+        given = wrong.replace("RUN", str(finished)).split()
+        told = json.loads(refused(capsys, "ask", *given, "--json")[0])
+        jsonschema.validate(told, FORM)
+        assert told["error"]["kind"] == "arguments"
+        assert refused(capsys, "ask", *given)[0] == ""
+    assert main(["tell", str(tmp_path), "stop", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["error"]["kind"] == "directory"
+    for verb in ([], ["dance"], ["set"], ["note"], ["save", "now"], ["save", "--wait", "long"]):
+        told = json.loads(refused(capsys, "tell", str(finished), *verb, "--json")[0])
+        assert told["error"]["kind"] == "arguments"
+        assert refused(capsys, "tell", str(finished), *verb)[0] == ""
     with pytest.raises(DirectoryError, match="is not a run directory"):
         read_run(tmp_path)
 

@@ -23,6 +23,8 @@ COMMANDS = {
     "watch": "follow a run in the terminal",
     "ask": "ask a run for its status, values, decisions or problems, in a form for programs",
     "tell": "stop, pause, save or evaluate a run that goes on, or set its learning rate",
+    "serve": "serve the report of runs as a local page that follows them",
+    "mcp": "let agents ask runs by the Model Context Protocol",
     "step": "name the samples that each rank read in a step",
     "why": "say why a run stopped, or took another decision",
     "compare": "compare runs: arguments, values, curves, environment",
@@ -32,11 +34,9 @@ COMMANDS = {
     "capsule": "show what broke in a step, from its capsule",
     "completion": "print the completion script of a shell",
 }
-_IN_WINGS = {
-    "compat": "cadenza.compat.command",
-    **{name: f"cadenza.report.commands.{name}" for name in ("runs", "watch", "why", "compare", "report", "replay")},
-    **{name: f"cadenza.steering.commands.{name}" for name in ("ask", "tell")},
-    **{name: f"cadenza.timetravel.commands.{name}" for name in ("step", "capsule")},
+_WINGS = {"report": "runs watch why compare report replay", "steering": "ask tell serve mcp", "timetravel": "step capsule"}
+_IN_WINGS = {"compat": "cadenza.compat.command"} | {
+    name: f"cadenza.{wing}.commands.{name}" for wing, names in _WINGS.items() for name in names.split()
 }
 """The modules of commands that are not in this package."""
 

@@ -6,7 +6,6 @@ import argparse
 import json
 import math
 import os
-import shutil
 import sys
 import unicodedata
 from collections.abc import Sequence
@@ -47,6 +46,8 @@ def print_json(value: Any, *, indent: int | None = 2) -> None:
 def width() -> int | None:
     """Return the columns of the terminal, or of the variable ``COLUMNS``; None if stdout has no width to fit."""
     if sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdigit():
+        import shutil  # here, since it imports the modules of archives
+
         return shutil.get_terminal_size().columns
     return None
 

@@ -35,25 +35,37 @@ class Line:
     """The mean of a noisy series."""
 
 
+@dataclass(frozen=True, slots=True)
+class Act:
+    """A step at which a run was steered."""
+
+    run: int
+    step: int
+    text: str
+
+
 def look(run: int) -> str:
     """Return a run's CSS classes. The first 12 runs are distinct without colour, the first 24 with colour."""
     return f"c{run % COLOURS} m{run % MARKS} d{run // MARKS % DASHES}"
 
 
-def chart(name: str, lines: Sequence[Line], number: int, span: tuple[int, int]) -> Html:
-    """Return a chart of one value over a span of steps: one curve per run, axes, title and description."""
+def chart(name: str, lines: Sequence[Line], number: int, span: tuple[int, int], acts: Sequence[Act] = ()) -> Html:
+    """Return a chart of one value over a span of steps: one curve per run, its acts, axes, title and description."""
     shown = [line.mean if line.mean and len(lines) > CROWD else line.points for line in lines]
     finite = [value for series in shown for value in series.values if math.isfinite(value)]
     up = Scale(*padded(min(finite, default=0.0), max(finite, default=1.0)), HEIGHT - BOTTOM, TOP)
     heights = ticks(up.low, up.high, 4)
     texts, base = labels(heights)
     across = Scale(*widened(span), room_for(texts), WIDTH - RIGHT)
+    shown_runs = {line.run for line in lines}
+    acts = [act for act in acts if act.run in shown_runs]
     curves = (curve for line in lines for curve in _curves(line, across, up, len(lines)))
     return element(
         "svg",
         element("title", name, id=f"title-{number}"),
-        element("desc", alternative_text([line.points for line in lines]), id=f"desc-{number}"),
+        element("desc", alternative_text([line.points for line in lines], acts), id=f"desc-{number}"),
         element("g", *_heights(heights, texts, base, across, up), *_steps(across), class_="grid", aria_hidden="true"),
+        element("g", *(_act(act, across) for act in acts), class_="acts", aria_hidden="true"),
         element("g", *curves, class_="curves"),
         viewBox=f"0 0 {WIDTH} {HEIGHT}",
         role="img",
@@ -66,13 +78,14 @@ def widened(span: tuple[int, int]) -> tuple[float, float]:
     return (span[0] - 0.5, span[1] + 0.5) if span[0] == span[1] else span
 
 
-def alternative_text(lines: Sequence[Series]) -> str:
+def alternative_text(lines: Sequence[Series], acts: Sequence[Act] = ()) -> str:
     """Return the text description of a chart for screen readers."""
     first, last = (pick(series.steps[end] for series in lines) for pick, end in ((min, 0), (max, -1)))
     finite = [value for series in lines for value in series.values if math.isfinite(value)]
     extent = f"from {precise(min(finite))} to {precise(max(finite))}" if finite else "none of them finite"
     runs = "" if len(lines) == 1 else f" of {len(lines)} runs"
-    return f"Values{runs} over the steps {first:,} to {last:,}, {extent}."
+    steered = f" Acts at {', '.join(f'step {act.step:,}: {act.text}' for act in acts[:5])}." if acts else ""
+    return f"Values{runs} over the steps {first:,} to {last:,}, {extent}.{steered}"
 
 
 def sparkline(series: Series, width: int = 150, height: int = 28) -> Html:
@@ -98,6 +111,12 @@ def drawn(series: Series, across: Scale, up: Scale) -> str:
         parts.append(f"{'L' if pen else 'M'}{across(step)},{up(value)}{'h0' if lone else ''}")
         pen = True
     return "".join(parts)
+
+
+def _act(act: Act, across: Scale) -> Html:
+    """Return the mark of an act: a line from the top to the axis, with a flag."""
+    x = across(act.step)
+    return element("path", d=f"M{x},{HEIGHT - BOTTOM}V{TOP}l7,3.5l-7,3.5", class_=f"act {look(act.run)}")
 
 
 def _curves(line: Line, across: Scale, up: Scale, count: int) -> list[Html]:

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from cadenza.report.chart import CROWD, Line, chart, look, mark
-from cadenza.report.story import Series, Story
+from cadenza.report.chart import CROWD, Act, Line, chart, look, mark
+from cadenza.report.story import Series, Story, act_text
 from cadenza.report.thinning import noisy, thinned, trend, window
 from cadenza.status.formats import counted, precise
 from cadenza.status.markup import Html, element, joined
@@ -20,6 +20,8 @@ MEAN_POINTS = 120
 FOLDED = 4
 """If the page has more than `MANY` charts, the groups after this number are folded."""
 MANY = 40
+ACTS = 100
+"""Maximum marked acts of a run, the newest ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,15 +47,26 @@ def charts(stories: Sequence[Story], curves: dict[str, list[Curve]], points: int
         return element("p", NO_RECORDS, class_="note"), _json({"runs": runs})
     span = spanned(stories)
     each = max(12, points // sum(map(len, curves.values())))
+    acts = acts_of(stories)
     groups: dict[str, list[Html]] = {}
     known = []
     for number, (name, full) in enumerate(curves.items()):
         lines = [_line(curve, each, crowded=len(full) > CROWD) for curve in full]
-        groups.setdefault(name.partition("/")[0], []).append(_figure(name, full, lines, number, span))
+        groups.setdefault(name.partition("/")[0], []).append(_figure(name, full, lines, number, span, acts))
         known.append({"name": name, "lines": [_data(line) for line in lines]})
     many = len(curves) > MANY
     sections = [_group(name, figures, folded=many and i >= FOLDED) for i, (name, figures) in enumerate(groups.items())]
-    return joined([_controls(stories, len(curves)), *sections]), _json({"span": span, "runs": runs, "charts": known})
+    marked = [{"run": act.run, "step": act.step, "text": act.text} for act in acts]
+    data = {"span": span, "runs": runs, "acts": marked, "charts": known}
+    return joined([_controls(stories, len(curves)), *sections]), _json(data)
+
+
+def acts_of(stories: Sequence[Story]) -> list[Act]:
+    """Return the acts that runs carried out."""
+    done = [[act for act in story.acts if act.what == "steered"][-ACTS:] for story in stories]
+    return [
+        Act(run, act.when.step, f"{act_text(act)} by {act.data.get('author')}") for run, acts in enumerate(done) for act in acts
+    ]
 
 
 def spanned(stories: Sequence[Story]) -> tuple[int, int]:
@@ -76,14 +89,16 @@ def _group(name: str, figures: Sequence[Html], *, folded: bool) -> Html:
     return element("details", summary, element("div", *figures, class_="charts"), class_="group", open=not folded)
 
 
-def _figure(name: str, full: Sequence[Curve], lines: Sequence[Line], number: int, span: tuple[int, int]) -> Html:
+def _figure(
+    name: str, full: Sequence[Curve], lines: Sequence[Line], number: int, span: tuple[int, int], acts: Sequence[Act]
+) -> Html:
     before, _, last = name.rpartition("/")
     head = [element("span", f"{before}/", class_="path") if before else None, last]
     ends = element("span", *map(_last, full[:4]), class_="last") if len(full) <= 4 else None
     return element(
         "figure",
         element("figcaption", element("span", *head, class_="name"), ends),
-        element("div", chart(name, lines, number, span), class_="plot"),
+        element("div", chart(name, lines, number, span, acts), class_="plot"),
         element("p", _counted(full, lines), class_="count"),
         element("details", element("summary", "values"), class_="values"),
         data_chart=number,

@@ -26,6 +26,17 @@ SCRIPTS = ("numbers", "axes", "view", "charts", "pointing", "controls", "tables"
 
 
 @dataclass(frozen=True, slots=True)
+class Live:
+    """What a server adds to the page. Then the page may also connect to the address that it came from."""
+
+    panel: Html
+    """Elements between the title and the sections."""
+    style: str
+    script: str
+    """It runs after the other scripts, in the same scope."""
+
+
+@dataclass(frozen=True, slots=True)
 class Budget:
     """How much the page shows."""
 
@@ -42,11 +53,12 @@ class Budget:
         return replace(self, charts=self.charts // 2)
 
 
-def page(stories: Sequence[Story]) -> str:
+def page(stories: Sequence[Story], live: Live | None = None) -> str:
     """Return runs as one HTML page of less than `LIMIT` bytes; of one run without pictures, less than `ONE_RUN`.
 
     Args:
         stories: The runs, from `story_at` or `story_of`. Their names must be distinct; see `name_distinctly`.
+        live: What a server adds.
 
     >>> from cadenza.report import story_of
     >>> from cadenza.testing import tiny_run
@@ -58,7 +70,7 @@ def page(stories: Sequence[Story]) -> str:
     of_media = len((media or "").encode())
     limit = min(LIMIT - of_media, ONE_RUN + ANOTHER * (len(stories) - 1))
     budget, curves = Budget(limit // 28), curves_of(stories)
-    while len((text := _page(stories, curves, media, budget)).encode()) >= limit + of_media and budget.charts:
+    while len((text := _page(stories, curves, media, budget, live)).encode()) >= limit + of_media and budget.charts:
         budget = budget.smaller()
     return text
 
@@ -67,7 +79,9 @@ def _swatches(stories: Sequence[Story]) -> list[Html]:
     return [swatch(number) for number in range(len(stories))]
 
 
-def _page(stories: Sequence[Story], curves: dict[str, list[Curve]], media: Html | None, budget: Budget) -> str:
+def _page(
+    stories: Sequence[Story], curves: dict[str, list[Curve]], media: Html | None, budget: Budget, live: Live | None
+) -> str:
     several = len(stories) > 1
     swatches = _swatches(stories)
     each = partial(sections.for_each, stories, swatches)
@@ -83,6 +97,7 @@ def _page(stories: Sequence[Story], curves: dict[str, list[Curve]], media: Html 
         ("Evaluations", each(lambda story: evaluations.table(story, rows)) or evaluations.none(stories)),
         ("Checkpoints", each(sections.checkpoints)),
         ("Time", each(sections.profile)),
+        ("Acts", each(lambda story: sections.acts(story, rows))),
         ("Decisions", each(lambda story: sections.decisions(story, rows))),
         ("Environment", sections.environment(stories, swatches)),
         ("Plan", each(sections.plan)),
@@ -99,12 +114,18 @@ def _page(stories: Sequence[Story], curves: dict[str, list[Curve]], media: Html 
     body = [
         element("header", top, element("h1", title), _navigation(parts)),
         element(
-            "main", element("div", *cards, class_="cards") if cards else None, *(_section(name, part) for name, part in parts)
+            "main",
+            live and live.panel,
+            element("div", *cards, class_="cards") if cards else None,
+            *(_section(name, part) for name, part in parts),
         ),
-        element("footer", f"Written by Cadenza {__version__}. This file needs no network."),
+        element(
+            "footer",
+            f"Written by Cadenza {__version__}. {'Served from this machine.' if live else 'This file needs no network.'}",
+        ),
         element("p", id="said", class_="unseen", role="status", aria_live="polite"),
     ]
-    return _document(f"{title} - Cadenza report", joined(body), data)
+    return _document(f"{title} - Cadenza report", joined(body), data, live)
 
 
 def _files(folder: str, names: Sequence[str], ending: str) -> str:
@@ -112,11 +133,16 @@ def _files(folder: str, names: Sequence[str], ending: str) -> str:
     return "\n".join(found.joinpath(f"{name}.{ending}").read_text("utf-8") for name in names)
 
 
-def _document(title: str, body: Html, data: str) -> str:
+def _document(title: str, body: Html, data: str, live: Live | None) -> str:
     style, script = _files("style", STYLES, "css"), f'"use strict";\n{_files("script", SCRIPTS, "js")}'
+    connect = ""
+    if live is not None:
+        style, script, connect = f"{style}\n{live.style}", f"{script}\n{live.script}", "; connect-src 'self'"
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     # The browser enforces that the page loads nothing and runs only this script.
-    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; img-src data:; media-src data:"
+    policy = (
+        f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; img-src data:; media-src data:{connect}"
+    )
     return f"""<!doctype html>
 <html lang="en" class="no-script">
 <head>

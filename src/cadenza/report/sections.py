@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from cadenza.report.story import StoredCheckpoint, Story
+from cadenza.report.story import StoredCheckpoint, Story, act_text
 from cadenza.status.decisions import Decision
 from cadenza.status.formats import counted, duration, local_date, shown_date, size
 from cadenza.status.markup import Html, element, joined
@@ -128,6 +128,21 @@ def decisions(story: Story, most: int) -> Html:
         "details", element("summary", summary), _table(("epoch", "step", "what", "who", "why"), rows, figures={0, 1})
     )
     return element("div", *faults[:most], _summed(story.decisions), each)
+
+
+def acts(story: Story, most: int) -> Html | None:
+    """Return the acts of ``cadenza tell``, oldest first; None without any."""
+    rows: list[list[object]] = [
+        [f"{act.when.step:,}", act_text(act), act.data.get("author", ""), act.data.get("reason", ""), _result(act)]
+        for act in story.acts[-most:]
+    ]
+    return _table(("step", "act", "author", "reason", "result"), rows, figures={0}) if rows else None
+
+
+def _result(act: Decision) -> object:
+    if act.what == "steered":
+        return act.data.get("result", "")
+    return element("span", f"refused: {act.why.partition(': ')[2]}", class_="fault")
 
 
 def _summed(all_of_them: Sequence[Decision]) -> Html:

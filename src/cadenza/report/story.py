@@ -26,6 +26,15 @@ if TYPE_CHECKING:
     from cadenza.run import Run
 
 _FAULTS = ("alerted", "disabled", "failed", "not sent", "not saved", "not pruned", "not kept")
+_ACTS = ("steered", "not steered")
+
+
+def act_text(act: Decision) -> str:
+    """Return an act as one would write it after ``cadenza tell RUN``, such as ``set lr=0.01``."""
+    arguments = act.data.get("arguments")
+    given = arguments.items() if isinstance(arguments, Mapping) else ()
+    shown = [str(value) if name in ("text", "callback") else f"{name}={value}" for name, value in given]
+    return " ".join([str(act.data.get("verb")), *shown])
 
 
 @dataclass(slots=True)
@@ -119,6 +128,11 @@ class Story:
     def faults(self) -> list[Decision]:
         """Decisions about callbacks disabled by an error, and about checkpoints and records that were not written."""
         return [decision for decision in self.decisions if decision.what in _FAULTS]
+
+    @property
+    def acts(self) -> list[Decision]:
+        """Decisions about the acts of ``cadenza tell`` on the run: those that it carried out, and those that it refused."""
+        return [decision for decision in self.decisions if decision.what in _ACTS and "verb" in decision.data]
 
     @property
     def duration_s(self) -> float | None:

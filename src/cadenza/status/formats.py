@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shutil
 import textwrap
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -215,6 +214,8 @@ def for_screen(text: str, stream: TextIO | None) -> str:
     text = encodable(text, stream)
     if not stream.isatty():
         return text
+    import shutil  # here, since it imports the modules of archives
+
     width = shutil.get_terminal_size().columns
     return "\n".join(folded(line, width) for line in text.split("\n"))
 

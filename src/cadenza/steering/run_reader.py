@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
 from cadenza.errors import DirectoryError, nearest
+from cadenza.steering.condition import described, health_of
 from cadenza.steering.facts import Facts, Row, number, records
-from cadenza.steering.health import health_of
-from cadenza.steering.progress import described
 
 SCHEMA = 1
 """The version of the answers. It grows when a field is removed or changes its meaning; a field that is added keeps it."""
@@ -205,9 +204,10 @@ def sentence(decision: Mapping[str, Any]) -> str:
     return f"{decision['what']} by {decision['who']} at {at}: {decision['why']}"
 
 
-def wrong(run: str, message: str) -> dict[str, Any]:
-    """Return the answer to arguments that cannot be read."""
-    return {"schema": SCHEMA, "run": os.path.abspath(run), "ok": False, "error": {"kind": "arguments", "message": message}}
+def wrong(arguments: Sequence[str], message: str) -> dict[str, Any]:
+    """Return the answer to arguments that cannot be read. The first two that are no options are the run and the question."""
+    run, name, *_ = [item for item in arguments if not item.startswith("-")] + ["", ""]
+    return failed(run, name, "arguments", message)
 
 
 def question(run: str, name: str, ask: Any) -> dict[str, Any]:
@@ -218,10 +218,19 @@ def question(run: str, name: str, ask: Any) -> dict[str, Any]:
         name: The name of the question, such as ``"status"``.
         ask: Returns the answer.
     """
-    head = {"schema": SCHEMA, "question": name, "run": os.path.abspath(run), "time": round(time.time(), 3)}
     try:
-        return {**head, "ok": True, "answer": ask()}
+        return {**_head(run, name), "ok": True, "answer": ask()}
     except DirectoryError as error:
-        return {**head, "ok": False, "error": {"kind": "directory", "message": str(error)}}
+        return failed(run, name, "directory", error)
     except ValueError as error:
-        return {**head, "ok": False, "error": {"kind": "value", "message": str(error)}}
+        return failed(run, name, "value", error)
+
+
+def failed(run: str, name: str, kind: str, error: object) -> dict[str, Any]:
+    """Return the answer to a question or an act that has none, with the kind of the error: ``directory``, ``value`` ..."""
+    return {**_head(run, name), "ok": False, "error": {"kind": kind, "message": str(error)}}
+
+
+def _head(run: str, name: str) -> dict[str, Any]:
+    path = os.path.abspath(run) if run else None
+    return {"schema": SCHEMA, "question": name or None, "run": path, "time": round(time.time(), 3)}

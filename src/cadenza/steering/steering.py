@@ -212,7 +212,7 @@ class Steering(Callback):
         return carry_out(session, act, self._changes, may_attach=self.attach)
 
     def _refuse(self, run: Run, inbox: Inbox | None, act: Act, why: str, **more: bool) -> None:
-        data = {"act": act.id, "verb": act.verb, "arguments": dict(act.arguments), "author": act.author}
+        data = {"act": act.id, "verb": act.verb, "arguments": dict(act.arguments), "author": act.author, "reason": act.reason}
         decide(run, "not steered", f"{act} by {act.author}: {why}", who="Steering", data=data)
         if inbox is not None:
             inbox.note_result(act, _counters(run), refused=why, **more)

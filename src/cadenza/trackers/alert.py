@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -15,9 +16,10 @@ from typing import TYPE_CHECKING, Any, Literal
 from cadenza.errors import MonitorError, nearest
 from cadenza.hooks.dispatch import hooks_of
 from cadenza.hooks.moments import Callback
+from cadenza.hooks.schedule import Every
 from cadenza.status.decisions import decide
 from cadenza.trackers.alert_rules import Function, Rule, Silence, parse_rule
-from cadenza.trackers.alert_targets import LEVELS, AlertMessage, AlertSender, Console, Level, Target, targets_of
+from cadenza.trackers.alert_targets import LEVELS, AlertMessage, AlertSender, Console, Level, Target, line_of, targets_of
 
 if TYPE_CHECKING:
     from cadenza.records.record import Record
@@ -28,10 +30,11 @@ _logger = logging.getLogger("cadenza")
 
 
 class Alert(Callback):
-    """Send an alert when a condition on the records begins to hold: to the console, a command, a webhook or a function.
+    """Send an alert when a condition on the records begins to hold: to the console, a phone, a webhook or the like.
 
-    An alert is sent once, and again only after the condition has ceased to hold. A run resumed from a checkpoint that repeats
-    the same steps does not send it again. Each alert is a decision, ``"alerted"``, and a line of ``alerts.jsonl`` in the
+    An alert is sent once, and again only after the condition has ceased to hold, and not within `pause`: those are held back,
+    and the next message has their number. A run resumed from a checkpoint that repeats the same steps does not send it again,
+    and the pause goes on. Each alert is a decision, ``"alerted"``, and a line of ``alerts.jsonl`` in the
     directory of the run. A target that fails is tried three times and reported; it never stops the run.
 
     The rule is a text or a function:
@@ -50,16 +53,19 @@ class Alert(Callback):
 
     Args:
         rule: The rule.
-        to: One target, or a list of targets. ``"console"``: the screen and ``console.log``. A URL: a POST request with the
-            `AlertMessage` as JSON, which has its text as ``"text"``. A list of strings inside of the list: a command, run
-            without a shell, with the text as its input and ``CADENZA_ALERT_TEXT``, ``CADENZA_ALERT_STEP``, ... in the
-            environment. A function of an `AlertMessage`. All targets except the console are called in a separate thread, with a
-            timeout of 30 s for commands and URLs.
+        to: One target, or a list of targets. ``"console"``: the screen and ``console.log``. ``"desktop"``: a notification.
+            ``"mailto:me@example.org"``: an e-mail by the mail server of this machine; `Email` of ``cadenza.trackers`` by
+            another one. `Ntfy` of ``cadenza.trackers``: a phone. A URL: a POST request with the `AlertMessage` as JSON, which
+            has its text as ``"text"``. A list of strings inside of the list: a command, run without a shell, with the text as
+            its input and ``CADENZA_ALERT_TEXT``, ``CADENZA_ALERT_STEP``, ... in the environment. A function of an
+            `AlertMessage`. All targets except the console are called in a separate thread, with a timeout of 30 s.
         level: ``"info"``, ``"warning"`` or ``"error"``, for the targets.
         name: The name of the callback; None takes the name of the class.
+        pause: How long no other alert of this callback is sent, such as ``"10 min"``; None sends all. Each one is
+            a decision, also those that are held back.
 
     Raises:
-        ScheduleError: The time in the rule cannot be read.
+        ScheduleError: The time in the rule or `pause` cannot be read.
         ValueError: The rule cannot be read, `level` is invalid, or there is no target.
         TypeError: `rule` or a target has a wrong type.
         MonitorError: In a run: an evaluation does not report the name.
@@ -67,7 +73,7 @@ class Alert(Callback):
     >>> from cadenza.testing import tiny_run
     >>> from cadenza.callbacks import LogTraining
     >>> sent = []
-    >>> alert = Alert("train/loss > 2.5", to=[lambda message: sent.append((message.step, message.text))])
+    >>> alert = Alert("train/loss > 2.5", to=[lambda message: sent.append((message.step, message.text))], pause=None)
     >>> run = tiny_run(callbacks=[LogTraining("1 step", throughput=False), alert], losses=[1.0, 3.0, 4.0, 2.0, 5.0])
     >>> sent
     [(2, 'train/loss is 3, > 2.5'), (5, 'train/loss is 5, > 2.5')]
@@ -84,6 +90,7 @@ class Alert(Callback):
         *,
         level: Level = "warning",
         name: str | None = None,
+        pause: str | None = "5 min",
     ) -> None:
         if level not in LEVELS:
             raise ValueError(f"level must be 'info', 'warning' or 'error'; got {level!r}.{nearest(str(level), LEVELS)}")
@@ -91,12 +98,16 @@ class Alert(Callback):
         self.to: list[Target] = targets_of(to)
         self.level: Level = level
         self.name: str | None = name
+        self.pause: str | None = pause
+        self._pause_s = 0.0 if pause is None else _seconds(pause)
         self._forget()
 
     def _forget(self) -> None:
         self.rule.reset()
         self._sender: AlertSender | None = None
         self._sent: set[tuple[str, int, str]] = set()
+        self._last_sent = float("-inf")
+        self._held = 0
         self._path: Path | None = None
         self._silent: deque[AlertMessage] = deque()
         self._last_s, self._last_step = time.monotonic(), 0
@@ -117,7 +128,7 @@ class Alert(Callback):
         self._owner = hooks_of(run).name_of(self)
         if run.info.directory is not None:
             self._path = run.info.directory / _FILE
-            self._sent = _sent_before(self._path)
+            self._sent, self._last_sent = _sent_before(self._path, self._owner)
         self._sender = AlertSender([target for target in self.to if not isinstance(target, Console)])
         self._last_s, self._last_step = time.monotonic(), run.progress.step
         run.at_end(partial(self._finish, run, self._sender))
@@ -144,9 +155,19 @@ class Alert(Callback):
         if key in self._sent:  # written before the resume
             return
         self._sent.add(key)
+        self._pass_on(message, sender, run.print if message.level == "info" else run.warn)
+
+    def _pass_on(self, message: AlertMessage, sender: AlertSender, show: Callable[[str], object]) -> None:
+        """Show, write and send an alert, unless one was sent a moment ago: by the clock, since people read them."""
+        if 0 <= message.time - self._last_sent < self._pause_s:
+            self._held += 1
+            return
+        message = replace(message, held=self._held)
+        self._last_sent = message.time
+        self._held = 0
         self._keep(message)
         if any(isinstance(target, Console) for target in self.to):
-            (run.print if message.level == "info" else run.warn)(_line(message))
+            show(line_of(message))
         sender.send(message)
 
     def _message(self, run: Run, text: str, step: int) -> AlertMessage:
@@ -183,10 +204,7 @@ class Alert(Callback):
         if not self._is_silent:
             self._is_silent = True
             message = self._message(run, rule.text(self._last_step), self._last_step)
-            self._keep(message)
-            if any(isinstance(target, Console) for target in self.to):
-                _logger.warning("%s", _line(message))
-            sender.send(message)
+            self._pass_on(message, sender, partial(_logger.warning, "%s"))
             self._silent.append(message)  # only the training thread may write decisions
         return None
 
@@ -226,16 +244,20 @@ class Alert(Callback):
             run.warn(f"{self._owner} watches {name!r}, and the record of step {record.step} does not have it.{meant}")
 
 
-def _line(message: AlertMessage) -> str:
-    return f"{message.alert} ({message.level}) at step {message.step}: {message.text}"
+def _seconds(pause: str) -> float:
+    length = Every(pause)
+    if length.unit != "s":
+        raise ValueError(f'pause must be a time such as "10 min", or None; got {pause!r}')
+    return float(length.count)
 
 
-def _sent_before(path: Path) -> set[tuple[str, int, str]]:
-    """Return the alerts sent by earlier processes of the run."""
-    sent = set()
+def _sent_before(path: Path, owner: str) -> tuple[set[tuple[str, int, str]], float]:
+    """Return the alerts sent by earlier processes of the run, and when one of a callback was sent last."""
+    sent, last = set(), float("-inf")
     with suppress(FileNotFoundError):
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
             with suppress(ValueError, LookupError, TypeError):  # a killed process may have left an incomplete last line
                 row = json.loads(line)
                 sent.add((str(row["alert"]), int(row["step"]), str(row["text"])))
-    return sent
+                last = float(row["time"]) if row["alert"] == owner else last
+    return sent, last

@@ -1,19 +1,26 @@
-"""Targets of `Alert` (console, command, webhook, function) and the thread that sends to them."""
+"""Targets of `Alert` (console, desktop, command, webhook, e-mail, ntfy, function) and the thread that sends to them."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
+import ssl
 import subprocess
+import sys
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from email.header import Header
+from email.message import EmailMessage
+from email.utils import formatdate, make_msgid
+from functools import partial
 from threading import Condition, Event, Thread
 from time import monotonic
 from typing import Any, Literal
 from urllib.parse import urlsplit
-from urllib.request import Request, urlopen
+from urllib.request import HTTPRedirectHandler, Request, build_opener
 
 from cadenza.status.formats import counted
 from cadenza.status.shown import brief
@@ -53,10 +60,23 @@ class AlertMessage:
     """The name of its directory; empty without one."""
     directory: str = ""
     """Its directory; empty without one."""
+    held: int = 0
+    """The number of alerts that were held back since the last one that was sent."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the message as plain data, for the JSON of a webhook and for ``alerts.jsonl``."""
         return asdict(self)
+
+
+def line_of(message: AlertMessage) -> str:
+    """Return a message as one line."""
+    held = f" ({counted(message.held, 'alert')} held back before it)" if message.held else ""
+    return f"{message.alert} ({message.level}) at step {message.step}: {message.text}{held}"
+
+
+def title_of(message: AlertMessage) -> str:
+    """Return a title of one line."""
+    return " ".join(f"{message.run_name or 'cadenza'}: {message.alert} ({message.level})".split())
 
 
 class Target(ABC):
@@ -95,19 +115,24 @@ class Command(Target):
 
     def send(self, message: AlertMessage) -> None:
         added = {f"CADENZA_ALERT_{name.upper()}": str(value) for name, value in message.to_dict().items()}
-        done = subprocess.run(
-            self.arguments,
-            input=message.text + "\n",
-            env={**os.environ, **added},
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=_TIMEOUT_S,
-            check=False,
-        )
-        if done.returncode:
-            lines = done.stderr.strip().splitlines() or ["no message"]
-            raise RuntimeError(f"it ended with exit code {done.returncode}: {lines[-1]}")
+        _run(self.arguments, message.text + "\n", {**os.environ, **added})
+
+
+class Desktop(Target):
+    """A notification on the desktop of the machine that trains: by ``notify-send``, or on macOS by ``osascript``."""
+
+    def __repr__(self) -> str:
+        return "'desktop'"
+
+    def send(self, message: AlertMessage) -> None:
+        # the texts are arguments of their own, never a part of a script
+        texts = [title_of(message), line_of(message)]
+        if sys.platform == "darwin":
+            script = ["on run texts", "display notification (item 2 of texts) with title (item 1 of texts)", "end run"]
+            _run(["osascript", *(part for line in script for part in ("-e", line)), *texts])
+        else:
+            urgency = {"info": "low", "warning": "normal", "error": "critical"}[message.level]
+            _run(["notify-send", f"--urgency={urgency}", "--app-name=cadenza", "--", *texts])
 
 
 class Webhook(Target):
@@ -121,9 +146,135 @@ class Webhook(Target):
 
     def send(self, message: AlertMessage) -> None:
         body = json.dumps(message.to_dict()).encode()
-        request = Request(self.url, body, {"Content-Type": "application/json", "User-Agent": "cadenza"}, method="POST")
-        with urlopen(request, timeout=_TIMEOUT_S):  # the scheme was checked
-            pass
+        _post(self.url, body, {"Content-Type": "application/json"})
+
+
+class Ntfy(Target):
+    """A topic of an ntfy server, which sends to phones: the text as the body of a POST request, title and priority in its head.
+
+    Who knows the topic reads the alerts, so only the host is shown.
+
+    Args:
+        url: The address of the topic, such as ``"https://ntfy.sh/a-topic-that-nobody-guesses"``.
+        token: An access token of the server; None takes the variable ``CADENZA_NTFY_TOKEN``, if there is one.
+
+    Raises:
+        ValueError: `url` is not the address of a topic.
+    """
+
+    def __init__(self, url: str, *, token: str | None = None) -> None:
+        if not _is_url(url) or not urlsplit(url).path.strip("/"):
+            raise ValueError('url must be the address of a topic, such as "https://ntfy.sh/my-topic"; got another text')
+        self.url: str = url
+        self._token = token
+
+    def __repr__(self) -> str:
+        return f"the topic of {urlsplit(self.url).hostname}"
+
+    def send(self, message: AlertMessage) -> None:
+        token = self._token or os.environ.get("CADENZA_NTFY_TOKEN")
+        priority = {"info": "3", "warning": "4", "error": "5"}[message.level]
+        headers = {"Title": Header(title_of(message), "utf-8").encode(maxlinelen=0), "Priority": priority}
+        headers |= {"Authorization": f"Bearer {token}"} if token else {}
+        _post(self.url, line_of(message).encode(), headers)
+
+
+class Email(Target):
+    """An e-mail, sent by a mail server. The connection is encrypted, except to this machine without a user.
+
+    Args:
+        to: One address, or several.
+        server: ``"smtp://host:port"``, which begins the encryption by STARTTLS, or ``"smtps://host:port"``. The ports are 587
+            and 465 if left out. ``"smtp://localhost:25"`` is the mail server of this machine.
+        sender: The address of the sender; None takes the first of `to`.
+        user: The name at the server; None sends no name and no password.
+        password: None takes the variable ``CADENZA_SMTP_PASSWORD``. It is neither shown nor stored.
+
+    Raises:
+        ValueError: `server` or an address cannot be read.
+    """
+
+    def __init__(
+        self,
+        to: str | Sequence[str],
+        server: str = "smtp://localhost:25",
+        *,
+        sender: str | None = None,
+        user: str | None = None,
+        password: str | None = None,
+    ) -> None:
+        self.to: list[str] = [to] if isinstance(to, str) else [*to]
+        wrong = [address for address in [*self.to, *filter(None, [sender])] if not re.fullmatch(r"[^@\s,]+@[^@\s,]+", address)]
+        if wrong or not self.to:
+            raise ValueError(f'to and sender must be addresses such as "me@example.org"; got {wrong or self.to}')
+        parts = urlsplit(server)
+        if parts.scheme not in ("smtp", "smtps") or not parts.hostname or parts.username or parts.password:
+            raise ValueError('server must be "smtp://host:port" or "smtps://host:port", and the user another argument')
+        self._secure = parts.scheme == "smtps"
+        self._host = parts.hostname
+        self._port = parts.port or (465 if self._secure else 587)
+        self.sender: str = sender or self.to[0]
+        self._user = user
+        self._password = password
+
+    def __repr__(self) -> str:
+        return f"the e-mail to {', '.join(self.to)}"
+
+    def send(self, message: AlertMessage) -> None:
+        import smtplib
+
+        mail = EmailMessage()
+        mail["From"] = self.sender
+        mail["To"] = ", ".join(self.to)
+        mail["Subject"] = title_of(message)
+        mail["Date"] = formatdate()
+        mail["Message-ID"] = make_msgid(domain="cadenza.invalid")
+        facts = "\n".join(f"{name}: {value}" for name, value in message.to_dict().items() if value not in ("", 0))
+        mail.set_content(f"{line_of(message)}\n\n{facts}\n")
+        context = ssl.create_default_context()
+        kind = partial(smtplib.SMTP_SSL, context=context) if self._secure else smtplib.SMTP
+        with kind(self._host, self._port, timeout=_TIMEOUT_S) as server:
+            if not self._secure and (self._user or self._host not in ("localhost", "127.0.0.1", "::1")):
+                server.starttls(context=context)
+            if self._user:
+                server.login(self._user, self._password or os.environ.get("CADENZA_SMTP_PASSWORD", ""))
+            server.send_message(mail)
+
+
+def _run(command: Sequence[str], given: str = "", environment: Mapping[str, str] | None = None) -> None:
+    done = subprocess.run(
+        command,
+        input=given,
+        env=environment,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=_TIMEOUT_S,
+        check=False,
+    )
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or ["no message"]
+        raise RuntimeError(f"it ended with exit code {done.returncode}: {lines[-1]}")
+
+
+def _post(url: str, body: bytes, headers: Mapping[str, str]) -> None:
+    """Send a POST request. A redirection is an error: it would lose the body, and take secrets to another host."""
+    request = Request(url, body, {"User-Agent": "cadenza", **headers}, method="POST")
+    with build_opener(_NoRedirection).open(request, timeout=_TIMEOUT_S):  # the scheme was checked
+        pass
+
+
+class _NoRedirection(HTTPRedirectHandler):
+    def redirect_request(self, *_: Any) -> None:
+        """Follow no redirection."""
+
+
+def _is_url(text: str) -> bool:
+    """Return whether a text is an address that can be requested."""
+    parts = urlsplit(text)
+    return (
+        parts.scheme in ("http", "https") and bool(parts.hostname) and text.isascii() and not re.search(r"[\s\x00-\x1f]", text)
+    )
 
 
 class Called(Target):
@@ -160,16 +311,23 @@ def _target(target: object) -> Target:
         return target
     if target == "console":
         return Console()
-    if isinstance(target, str) and urlsplit(target).scheme in ("http", "https") and urlsplit(target).hostname:
+    if target == "desktop":
+        return Desktop()
+    if isinstance(target, str) and target.startswith("mailto:"):
+        return Email(target.removeprefix("mailto:"))
+    if isinstance(target, str) and _is_url(target):
         return Webhook(target)
+    if isinstance(target, str) and "://" in target:  # it may hold a secret
+        raise TypeError("a URL must begin with https:// or http://, have a host, and be ASCII without spaces; got another one")
     command = target if isinstance(target, Sequence) and not isinstance(target, str) else ()
     if command and all(isinstance(part, str) for part in command):
         return Command(command)
     if callable(target):
         return Called(target)
     raise TypeError(
-        'a target must be "console", a URL that begins with "https://", a command as a list of arguments inside of the list, '
-        f'such as to=["console", ["mail", "-s", "alert", "me"]], or a function of an AlertMessage; got {target!r}'
+        'a target must be "console", "desktop", "mailto:me@example.org", a URL that begins with "https://", Email(...) or '
+        "Ntfy(...) of cadenza.trackers, a command as a list of arguments inside of the list, such as "
+        f'to=["console", ["mail", "-s", "alert", "me"]], or a function of an AlertMessage; got {target!r}'
     )
 
 

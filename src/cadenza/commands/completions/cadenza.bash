@@ -6,15 +6,17 @@
 # See also: https://github.com/scop/bash-completion/blob/main/doc/configuration.md
 
 _shtab_cadenza_checkpoint_subparsers=(list verify show export prune)
-_shtab_cadenza_subparsers=(demo plan compat runs watch ask tell step why compare report replay checkpoint capsule completion)
+_shtab_cadenza_subparsers=(demo plan compat runs watch ask tell serve mcp step why compare report replay checkpoint capsule completion)
 
 _shtab_cadenza_demo_option_strings=(-h --help --directory)
 _shtab_cadenza_plan_option_strings=(-h --help --calendar --resume --since --json)
 _shtab_cadenza_compat_option_strings=(-h --help --json)
 _shtab_cadenza_runs_option_strings=(-h --help --sort --reverse --metric --state --json)
-_shtab_cadenza_watch_option_strings=(-h --help --every --once --json)
+_shtab_cadenza_watch_option_strings=(-h --help --every --once --metric --json)
 _shtab_cadenza_ask_option_strings=(-h --help --last --whole --json)
 _shtab_cadenza_tell_option_strings=(-h --help --reason --wait --json)
+_shtab_cadenza_serve_option_strings=(-h --help --port --allow-steering --every)
+_shtab_cadenza_mcp_option_strings=(-h --help --allow-steering)
 _shtab_cadenza_step_option_strings=(-h --help --rank --json)
 _shtab_cadenza_why_option_strings=(-h --help --all --json)
 _shtab_cadenza_compare_option_strings=(-h --help --all --metric --json)
@@ -38,6 +40,8 @@ _shtab_cadenza_runs_pos_0_COMPGEN=_shtab_compgen_dirs
 _shtab_cadenza_watch_pos_0_COMPGEN=_shtab_compgen_dirs
 _shtab_cadenza_ask_pos_0_COMPGEN=_shtab_compgen_dirs
 _shtab_cadenza_tell_pos_0_COMPGEN=_shtab_compgen_dirs
+_shtab_cadenza_serve_pos_0_COMPGEN=_shtab_compgen_dirs
+_shtab_cadenza_mcp_pos_0_COMPGEN=_shtab_compgen_dirs
 _shtab_cadenza_step_pos_0_COMPGEN=_shtab_compgen_dirs
 _shtab_cadenza_why_pos_0_COMPGEN=_shtab_compgen_dirs
 _shtab_cadenza_compare_pos_0_COMPGEN=_shtab_compgen_dirs
@@ -55,10 +59,12 @@ _shtab_cadenza_checkpoint_export_pos_1_COMPGEN=_shtab_compgen_files
 _shtab_cadenza_checkpoint_prune_pos_0_COMPGEN=_shtab_compgen_dirs
 _shtab_cadenza_capsule_pos_0_COMPGEN=_shtab_compgen_dirs
 
+_shtab_cadenza_ask_pos_1_choices=(status plan why why-not metric samples config health)
+_shtab_cadenza_tell_pos_1_choices=(stop pause resume save evaluate set note attach)
 _shtab_cadenza_replay___to_choices=(comet csv dvclive mlflow swanlab tensorboard trackio wandb)
 _shtab_cadenza_checkpoint_pos_0_choices=(list verify show export prune)
 _shtab_cadenza_completion_pos_0_choices=(bash zsh)
-_shtab_cadenza_pos_0_choices=(demo plan compat runs watch ask tell step why compare report replay checkpoint capsule completion)
+_shtab_cadenza_pos_0_choices=(demo plan compat runs watch ask tell serve mcp step why compare report replay checkpoint capsule completion)
 
 _shtab_cadenza_demo__h_nargs=0
 _shtab_cadenza_demo___help_nargs=0
@@ -75,6 +81,7 @@ _shtab_cadenza_runs__h_nargs=0
 _shtab_cadenza_runs___help_nargs=0
 _shtab_cadenza_runs___reverse_nargs=0
 _shtab_cadenza_runs___json_nargs=0
+_shtab_cadenza_watch_pos_0_nargs=+
 _shtab_cadenza_watch__h_nargs=0
 _shtab_cadenza_watch___help_nargs=0
 _shtab_cadenza_watch___once_nargs=0
@@ -88,6 +95,12 @@ _shtab_cadenza_tell_pos_2_nargs='*'
 _shtab_cadenza_tell__h_nargs=0
 _shtab_cadenza_tell___help_nargs=0
 _shtab_cadenza_tell___json_nargs=0
+_shtab_cadenza_serve__h_nargs=0
+_shtab_cadenza_serve___help_nargs=0
+_shtab_cadenza_serve___allow_steering_nargs=0
+_shtab_cadenza_mcp__h_nargs=0
+_shtab_cadenza_mcp___help_nargs=0
+_shtab_cadenza_mcp___allow_steering_nargs=0
 _shtab_cadenza_step__h_nargs=0
 _shtab_cadenza_step___help_nargs=0
 _shtab_cadenza_step___json_nargs=0

@@ -13,17 +13,19 @@ _shtab_cadenza_commands() {
     ask:'Ask a run: it may go on, be over, have been killed, belong to another user, or be a copy. Only its directory is read, and little of it: the time does not depend on the number of records. Exit code 0: the answer is positive; 1: it is negative (a failed run, no such decision or value, a problem), or the directory holds no run.'
     capsule:'Show the capsules that the callback Capsule wrote when a step broke: the step, its samples, and the first module and parameter that were not finite. In Python, replay_capsule(trainer, RUN) repeats the step.'
     checkpoint:'Look at, verify, export and delete checkpoints.'
-    compare:'Compare runs: how they ended, the arguments that differ, the best and last values and curves of their metrics, the number of their decisions, the first step and tensor at which fingerprints part (of runs with the callback Fingerprint), and the differences of their environments. With two runs, a column shows the difference of values, second minus first. Exit code 0, whether the runs differ or not; 1: a run cannot be read.'
+    compare:'Compare runs: how they ended, the arguments that differ, the best and last values and curves of their metrics, with a mark below a curve for each act of cadenza tell, the acts, the number of their decisions, the first step and tensor at which fingerprints part (of runs with the callback Fingerprint), and the differences of their environments. With two runs, a column shows the difference of values, second minus first. Exit code 0, whether the runs differ or not; 1: a run cannot be read.'
     compat:'Read the source of a callback class of Hugging Face, Lightning or Keras, and list its events with the moments that call them, and the attributes of its arguments that a native run does not provide, with the replacement. The class is imported; nothing of it is called. Exit code 0: all that it uses is mapped; 1: something is not.'
     completion:'Print a script that completes commands, options and paths of cadenza in a shell.'
     demo:'Train a small network on the handwritten digits that come with scikit-learn. Nothing is downloaded.'
+    mcp:'Let agents ask runs in the Model Context Protocol, over stdin and stdout: the tools are the questions of cadenza ask. They only read. With --allow-steering there is also a tool for acts, as cadenza tell.'
     plan:'Print the plan of a trainer: the moments of a run and the callbacks that each one calls, in order, with warnings about callbacks that never run. The script is imported: code below `if __name__ == "__main__":` does not run, nothing is trained or written. Exit code 1: there is no such trainer, or the script fails.'
     replay:'Take the records of a run, which it keeps in metrics.jsonl, to a tracker, or to a table. The run itself is not changed.'
     report:'Write runs as one HTML page that needs no network: curves, evaluations, checkpoints, times, decisions, environment.'
     runs:'Print a table of the runs below a folder: state, the best value of each metric that a callback watched (without one, the last results of the evaluations), the trainer'"'"'s arguments that differ, steps, time. A terminal that is too narrow shows fewer columns; a pipe and --json get all.'
+    serve:'Serve the report of runs as a page on this machine that follows them while they go on. The page is reached with the printed address alone, which holds a token. It only reads, unless --allow-steering lets it act on runs, as cadenza tell does. Ctrl-C ends the server, not the runs.'
     step:'Name the samples that each rank read in a step, from run.json alone: run.info.samples(step) in Python. The run may be over, killed or going on, and may have been resumed on other numbers of ranks. For loaders without indices, the position is printed, and the reason.'
     tell:'Tell a run to do something at its next step boundary, on all ranks at the same step. The run must have Steering() in its callbacks, or CADENZA_STEERING=1 in its environment, and belong to the same user. Exit code 0: it is done; 1: it is refused, and the reason is printed; 3: the run has come to no step boundary in time, and the act still waits.'
-    watch:'Follow a run in the terminal until it ends: progress, throughput, newest values with their curves, decisions, checkpoints. The command only reads the run'"'"'s directory. Without a terminal, or without the package rich, it prints one line for each record. Exit code 0: the run finished or stopped; 1: it failed, was killed, interrupted or preempted; 130: Ctrl-C ended the command, not the run.'
+    watch:'Follow runs in the terminal until they end. One run: progress, throughput, newest values with their curves, decisions, alerts, acts, checkpoints. Several, or a folder of them: a table with their newest alerts and acts below. The command only reads the directories. Without a terminal, or without the package rich, it prints one line for each record. Exit code 0: all runs finished or stopped; 1: one failed, was killed, interrupted or preempted; 130: Ctrl-C ended the command, not the runs.'
     why:'Say why a run took a decision, from its decisions.jsonl: as run.why(...) in Python. Exit code 0: there is an answer; 1: the run decided nothing of this kind.'
   )
   _describe 'cadenza commands' _commands
@@ -54,7 +56,7 @@ _shtab_cadenza_ask_options=(
   "--whole[search files to their beginning, not only their last 32 MiB]"
   "--json[print one line of JSON\; its form has a version, see the page Ask and steer a run]"
   ":a run directory:_files -/"
-  ":status, plan, why, why-not, metric, samples, config, health:"
+  ":status, plan, why, why-not, metric, samples, config, health:(status plan why why-not metric samples config health)"
   "(*)::of why and why-not, a decision or a callback\; of metric, its name\; of samples, the step:"
 )
 
@@ -165,6 +167,15 @@ _shtab_cadenza_demo_options=(
 # guard to ensure default positional specs are added only once per session
 _shtab_cadenza_demo_defaults_added=0
 
+_shtab_cadenza_mcp_options=(
+  "(- : *)"{-h,--help}"[show this help message and exit]"
+  "--allow-steering[add the tool \`tell\`, for runs that have Steering()]"
+  ":a run directory, or a folder of them:_files -/"
+)
+
+# guard to ensure default positional specs are added only once per session
+_shtab_cadenza_mcp_defaults_added=0
+
 _shtab_cadenza_plan_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
   "--calendar[list when each callback is called, in all or in \"2 epochs\"]:LENGTH:"
@@ -210,6 +221,17 @@ _shtab_cadenza_runs_options=(
 # guard to ensure default positional specs are added only once per session
 _shtab_cadenza_runs_defaults_added=0
 
+_shtab_cadenza_serve_options=(
+  "(- : *)"{-h,--help}"[show this help message and exit]"
+  "--port[the port on 127.0.0.1\; a free one if left out]:N:"
+  "--allow-steering[let the page act on runs that have Steering()]"
+  "--every[how often to look\; 1 if left out]:SECONDS:"
+  ":a run directory, or a folder of them:_files -/"
+)
+
+# guard to ensure default positional specs are added only once per session
+_shtab_cadenza_serve_defaults_added=0
+
 _shtab_cadenza_step_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
   "--rank[only the samples of this rank]:rank:"
@@ -227,7 +249,7 @@ _shtab_cadenza_tell_options=(
   "--wait[wait so long for the result\; 5 if left out]:SECONDS:"
   "--json[print one line of JSON\; its form has a version, see the page Ask and steer a run]"
   ":the directory of a run that goes on:_files -/"
-  ":stop, pause, resume, save, evaluate, set, note, attach:"
+  ":stop, pause, resume, save, evaluate, set, note, attach:(stop pause resume save evaluate set note attach)"
   "(*)::of set, NAME\=VALUE and group\=NAME\; of note, a text\; of attach, module\:Callback:"
 )
 
@@ -238,8 +260,9 @@ _shtab_cadenza_watch_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
   "--every[how often to look\; 1 if left out]:SECONDS:"
   "--once[print the present state and end\; exit code 0 also if it is running]"
-  "--json[print one line of JSON for each update]"
-  ":a run directory\; the run may be starting, going on or over:_files -/"
+  "--metric[the value in the table\; if left out, one that a callback watches]:NAME:"
+  "--json[print one line of JSON for each update of a run]"
+  "(*):a run directory, or a folder of them\; a run may start, go on or be over:_files -/"
 )
 
 # guard to ensure default positional specs are added only once per session
@@ -282,10 +305,12 @@ _shtab_cadenza() {
         compat) _arguments -C -s $_shtab_cadenza_compat_options ;;
         completion) _arguments -C -s $_shtab_cadenza_completion_options ;;
         demo) _arguments -C -s $_shtab_cadenza_demo_options ;;
+        mcp) _arguments -C -s $_shtab_cadenza_mcp_options ;;
         plan) _arguments -C -s $_shtab_cadenza_plan_options ;;
         replay) _arguments -C -s $_shtab_cadenza_replay_options ;;
         report) _arguments -C -s $_shtab_cadenza_report_options ;;
         runs) _arguments -C -s $_shtab_cadenza_runs_options ;;
+        serve) _arguments -C -s $_shtab_cadenza_serve_options ;;
         step) _arguments -C -s $_shtab_cadenza_step_options ;;
         tell) _arguments -C -s $_shtab_cadenza_tell_options ;;
         watch) _arguments -C -s $_shtab_cadenza_watch_options ;;

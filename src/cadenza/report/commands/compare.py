@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -27,7 +28,7 @@ from cadenza.report.best import best_of
 from cadenza.report.commands.directories import RunFolder, last_of, read
 from cadenza.report.fingerprints import FILE, FirstDifference, Row, first_difference, read_fingerprints
 from cadenza.report.settings import differing, text_of
-from cadenza.report.story import name_distinctly
+from cadenza.report.story import Series, act_text, name_distinctly
 from cadenza.status.formats import counted, precise, shown_date
 
 Cells = tuple[str, list[str]]
@@ -39,10 +40,11 @@ _CURVE = 24
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Describe the command."""
     parser.description = (
-        "Compare runs: how they ended, the arguments that differ, the best and last values and curves of their metrics, the "
-        "number of their decisions, the first step and tensor at which fingerprints part (of runs with the callback "
-        "Fingerprint), and the differences of their environments. With two runs, a column shows the difference of values, "
-        "second minus first. Exit code 0, whether the runs differ or not; 1: a run cannot be read."
+        "Compare runs: how they ended, the arguments that differ, the best and last values and curves of their metrics, with "
+        "a mark below a curve for each act of cadenza tell, the acts, the number of their decisions, the first step and tensor "
+        "at which fingerprints part (of runs with the callback Fingerprint), and the differences of their environments. With "
+        "two runs, a column shows the difference of values, second minus first. Exit code 0, whether the runs differ or not; "
+        "1: a run cannot be read."
     )
     parser.epilog = (
         "examples:\n  cadenza compare runs/first runs/second\n  cadenza compare runs/* --metric eval/acc --metric eval/loss\n"
@@ -77,6 +79,7 @@ def compare(arguments: argparse.Namespace) -> None:
     _section("arguments", names, _facts(settings, everything=arguments.all), empty="no argument differs")
     _section("values", [*names, *["difference"] * (len(runs) == 2)], _values(runs, metrics), empty="no metric")
     _curves(runs, metrics)
+    _acts(runs)
     _section("decisions", names, _counts(runs), empty="no decision")
     _fingerprints(runs)
     _section("environment", names, _facts(facts, everything=arguments.all), empty="no difference")
@@ -188,6 +191,8 @@ def _curves(runs: Sequence[RunFolder], metrics: Sequence[str]) -> None:
                 ends = f"{precise(min(finite))} to {precise(max(finite))}" if finite else "no finite value"
                 room = max(4, min(_CURVE, most // 3))
                 rows.append([f"  {cut_at_start(clean(run.story.name), max(8, most // 4))}", curve(series.values, room), ends])
+                marks = _marks(series, [act.when.step for act in run.story.acts if act.what == "steered"], room)
+                rows += [["  acts", marks, ""]] if marks else []
         if rows:
             say()
             say(cut(f"curve of {clean(name)}", most))
@@ -198,7 +203,29 @@ def _print_curves(rows: Sequence[Sequence[str]]) -> None:
     label, drawn = (max(columns_of(row[i]) for row in rows) for i in (0, 1))
     for name, line, ends in rows:  # spaces of a curve are gaps, so they stay
         text = f"{name}{' ' * (label - columns_of(name))}  {line:{drawn}}  {ends}"
-        say(cut(text, width() or 10_000))
+        say(cut(text if ends else text.rstrip(), width() or 10_000))
+
+
+def _marks(series: Series, steps: Sequence[int], room: int) -> str:
+    """Return a line with a mark below a curve where the run was steered; empty if it was not, in this range."""
+    parts = min(room, len(series))
+    columns = {bisect_left(series.steps, step) * parts // len(series) for step in steps}
+    return "".join("^" if column in columns else " " for column in range(parts)).rstrip()
+
+
+def _acts(runs: Sequence[RunFolder]) -> None:
+    """Print the acts of all runs in the order of their steps; nothing if no run was steered."""
+    acts = sorted(((act.when.step, run, act) for run in runs for act in run.story.acts), key=lambda row: row[0])
+    if not acts:
+        return
+    say()
+    rows = [["acts", "step", "act", "author", "reason", "result"]]
+    for step, run, act in acts:
+        done = str(act.data.get("result")) if act.what == "steered" else f"refused: {act.why.partition(': ')[2]}"
+        texts = [str(act.data.get(name, "")) for name in ("author", "reason")]
+        cells = [cut(clean(text), _LONGEST) for text in (*texts, done)]
+        rows.append([run.story.name, f"{step:,}", act_text(act), *cells])
+    print_rows(rows, right={1}, fit=True)
 
 
 def _counts(runs: Sequence[RunFolder]) -> list[Cells]:
@@ -254,6 +281,7 @@ def _data(runs: Sequence[RunFolder], metrics: Sequence[str], *, everything: bool
                 "best": {name: {"value": best.value, "step": best.step, "mode": best.mode} for name, best in bests.items()},
                 "last": {name: last_of(story.series[name]) for name in metrics if name in story.series},
                 "curves": {name: list(story.series[name].points) for name in metrics if name in story.series},
+                "acts": [act.to_dict() for act in story.acts],
                 "decisions": Counter(decision.what for decision in story.decisions),
                 "fingerprints": None if parted is None else {**asdict(parted), "comparable": parted.comparable},
                 "problems": story.problems,

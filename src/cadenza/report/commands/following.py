@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import re
+import platform
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -14,17 +14,19 @@ from typing import Any
 
 from cadenza.errors import DirectoryError
 from cadenza.files.disk import read_object
-from cadenza.files.locking import LOCK, is_held
+from cadenza.files.locking import is_held
 from cadenza.records.reading import NewRecords, read_decisions
 from cadenza.records.record import Record
 from cadenza.report.best import best_of
-from cadenza.report.commands.directories import FILES, ending, last_of, state_of
-from cadenza.report.story import Series, Story, final_counters
+from cadenza.report.commands.directories import FILES, NamedRuns, ending, holder_in, last_of, state_of
+from cadenza.report.story import Series, Story, final_counters, name_distinctly
 from cadenza.status.branches import Saved
 from cadenza.status.formats import parsed_date
 from cadenza.status.masking import masked
 from cadenza.status.progress import Counters
 
+GOES_ON = ("starting", "running", "paused", "elsewhere")
+"""The states of a run that is not over."""
 _WINDOW_S = 60.0  # of the newest records: the throughput is their mean
 
 
@@ -75,12 +77,12 @@ class Following:
     @property
     def is_over(self) -> bool:
         """Whether the run has ended or was killed."""
-        return self.state not in ("starting", "running", "paused")
+        return self.state not in GOES_ON
 
     @property
     def ending(self) -> str:
         """A sentence about the end."""
-        return ending(self.state, self.story)
+        return ending(self.path, self.state, self.story)
 
     @property
     def steps(self) -> int | None:
@@ -148,6 +150,8 @@ class Following:
             "best": bests,
             "records": len(records),
             "decisions": [decision.to_dict() for decision in story.decisions[-5:]],
+            "alerts": [decision.to_dict() for decision in story.decisions if decision.what == "alerted"][-5:],
+            "acts": [decision.to_dict() for decision in story.acts[-5:]],
             "checkpoints": self.checkpoints,
             "outcome": story.info.get("outcome"),
         }
@@ -170,7 +174,7 @@ class Following:
 
     def _state(self, held: bool) -> str:
         if not held:
-            return state_of(held, self.story)
+            return state_of(self.path, held, self.story)
         if _is_suspended(self.path):
             return "paused"
         return "starting" if self.story.seen is None else "running"
@@ -184,6 +188,38 @@ class Following:
         return size != self._sizes[name]
 
 
+class FollowedRuns:
+    """Runs that are followed together: those of the paths, and those that come into the folders among them.
+
+    Args:
+        paths: Run directories, and folders of them.
+
+    Raises:
+        DirectoryError: A path does not exist, or it holds no run.
+    """
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self._named = [NamedRuns(path) for path in paths]
+        self._runs: dict[Path, Following] = {}
+        self.several: bool = len(self.present()) > 1 or paths[0] not in self._runs
+        """Whether they are shown as a table: more than one run, or a folder."""
+
+    def present(self) -> list[Following]:
+        """Return the runs, with those that came in the last ten seconds; those that go on come first."""
+        for named in self._named:
+            for path in named.paths().values():
+                if path not in self._runs:
+                    with suppress(DirectoryError):  # it was removed
+                        self._runs[path] = Following(path)
+        name_distinctly([run.story for run in self._runs.values()], [*self._runs])
+        return sorted(self._runs.values(), key=lambda run: (run.is_over, run.story.name))
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no run goes on."""
+        return all(run.is_over for run in self._runs.values())
+
+
 def _checkpoints(folder: Path) -> list[str]:
     try:
         names: Iterable[str] = os.listdir(folder)
@@ -195,12 +231,11 @@ def _checkpoints(folder: Path) -> list[str]:
 
 def _is_suspended(path: Path) -> bool:
     """Return whether the process that holds a directory is stopped, as by Ctrl-Z; False where the system does not show it."""
+    process, machine = holder_in(path)
+    if machine != platform.node():
+        return False
     try:
-        holder = re.match(r"process (\d+) on (.*)", (path / LOCK).read_text(encoding="utf-8", errors="replace"))
-        if holder is None or holder[2].strip() != os.uname().nodename:
-            return False
-        return (
-            Path(f"/proc/{holder[1]}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[0] == "T"
-        )
-    except (OSError, AttributeError, IndexError):  # Windows has no uname
+        content = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace")
+        return content.rpartition(")")[2].split()[0] == "T"
+    except (OSError, IndexError):
         return False

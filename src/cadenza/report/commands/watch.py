@@ -1,4 +1,4 @@
-"""``cadenza watch``: follow a run from its directory."""
+"""``cadenza watch``: follow runs from their directories."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from importlib.util import find_spec
@@ -18,109 +18,137 @@ from cadenza.records.branch_files import MEDIA, media_in
 from cadenza.records.record import Record
 from cadenza.report.best import best_of
 from cadenza.report.commands.directories import SUCCESS, last_of
-from cadenza.report.commands.following import Following
+from cadenza.report.commands.following import FollowedRuns, Following
+from cadenza.status.decisions import Decision
 from cadenza.status.formats import amount, clock, counted, number, precise
 from cadenza.status.progress import Counters
 
 INTERRUPTED = 130
 _EARLIER = 10  # records of the past that plain lines begin with
 _DECISIONS = 4
+_NOTABLE = 3
+_MOST_NEWS = 6
+_LEAST_CURVE = 8  # columns
+LOSS = "train/loss"
 _KINDS = {".png": "image", ".wav": "sound", ".json": "histogram", ".txt": "text"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Describe the command."""
     parser.description = (
-        "Follow a run in the terminal until it ends: progress, throughput, newest values with their curves, decisions, "
-        "checkpoints. The command only reads the run's directory. Without a terminal, or without the package rich, it prints "
-        "one line for each record. Exit code 0: the run finished or stopped; 1: it failed, was killed, interrupted or "
-        "preempted; 130: Ctrl-C ended the command, not the run."
+        "Follow runs in the terminal until they end. One run: progress, throughput, newest values with their curves, "
+        "decisions, alerts, acts, checkpoints. Several, or a folder of them: a table with their newest alerts and acts below. "
+        "The command only reads the directories. Without a terminal, or without the package rich, it prints one line for each "
+        "record. Exit code 0: all runs finished or stopped; 1: one failed, was killed, interrupted or preempted; 130: Ctrl-C "
+        "ended the command, not the runs."
     )
     parser.epilog = (
-        "examples:\n  cadenza watch runs/first\n  cadenza watch runs/first --once\n"
+        "examples:\n  cadenza watch runs/first\n  cadenza watch runs\n  cadenza watch runs/first --once\n"
         "  cadenza watch runs/first && cadenza report runs/first\n  cadenza watch runs/first --json | jq .values"
     )
-    parser.add_argument("run", type=Path, metavar="RUN", help="a run directory; the run may be starting, going on or over")
+    parser.add_argument(
+        "runs",
+        type=Path,
+        nargs="+",
+        metavar="RUN",
+        help="a run directory, or a folder of them; a run may start, go on or be over",
+    )
     parser.add_argument("--every", type=float, default=1.0, metavar="SECONDS", help="how often to look; 1 if left out")
     parser.add_argument(
         "--once", action="store_true", help="print the present state and end; exit code 0 also if it is running"
     )
-    add_json(parser, "print one line of JSON for each update")
+    parser.add_argument("--metric", metavar="NAME", help="the value in the table; if left out, one that a callback watches")
+    add_json(parser, "print one line of JSON for each update of a run")
     parser.set_defaults(command=watch)
 
 
 def watch(arguments: argparse.Namespace) -> int:
-    """Show the run until it ends; return the exit code.
+    """Show runs until all are over; return the exit code.
 
     Raises:
-        DirectoryError: The directory holds no run.
+        DirectoryError: A directory holds no run.
         CadenzaError: The interval is wrong.
     """
     if not arguments.every >= 0.05:
         raise CadenzaError(f"--every must be at least 0.05 seconds; got {arguments.every}")
-    run = Following(arguments.run)
+    runs = FollowedRuns(arguments.runs)
     try:
-        if arguments.once:
-            records = run.update()
-            print_json(run.data(records), indent=None) if arguments.json else _print_all(run)
-        elif arguments.json:
-            _follow(run, arguments.every, lambda records: print_json(run.data(records), indent=None))
+        if arguments.json:
+            _follow(runs, arguments, lambda run, records: print_json(run.data(records), indent=None))
+        elif arguments.once:
+            _follow(runs, arguments, lambda run, records: None)
+            _print_all(runs, arguments.metric)
         elif sys.stdout.isatty() and find_spec("rich") is not None and (screen := _screen()) is not None:
-            with screen(run) as refresh:
-                _follow(run, arguments.every, lambda _: refresh(), always=True)
-            _print_all(run)
+            with screen(lambda columns, rows: _view(runs, arguments.metric, columns, rows)) as refresh:
+                _follow(runs, arguments, lambda run, records: None, refresh)
+            _print_all(runs, arguments.metric)
         else:
-            _follow(run, arguments.every, partial(_print_records, run.path), most=_EARLIER)
-            say(clean(f"{run.path}: {run.ending}"))
+            _follow(runs, arguments, partial(_print_records, several=runs.several), most=_EARLIER)
+            for run in runs.present():
+                say(clean(f"{run.path}: {run.ending}"))
     except KeyboardInterrupt:
         return INTERRUPTED
-    return 0 if run.state in (*SUCCESS, "starting", "paused") else 1
+    return 0 if all(run.state in (*SUCCESS, "starting", "paused") for run in runs.present()) else 1
 
 
 def _follow(
-    run: Following,
-    every_s: float,
-    show: Callable[[list[Record]], object],
+    runs: FollowedRuns,
+    arguments: argparse.Namespace,
+    show: Callable[[Following, list[Record]], object],
+    refresh: Callable[[], object] = lambda: None,
     *,
     most: int | None = None,
-    always: bool = False,
 ) -> None:
-    """Update a run until it is over. Show each update that brings something new, or each one.
+    """Update runs until all are over, or once. Show each update of a run that brings something new.
 
     Args:
-        run: The run.
-        every_s: The seconds between two updates.
-        show: Receives the new records.
+        runs: The runs.
+        arguments: Those of the command.
+        show: Receives a run and its new records.
+        refresh: Called after each look, also without news: a clock goes on.
         most: The most records of the first update; None: all.
-        always: Show updates without news, too: a clock goes on.
     """
-    records, before = list(run.update(most)), None
+    before: dict[Path, object] = {}
     while True:
-        now = (run.state, run.story.reached, len(run.story.decisions), tuple(run.checkpoints))
-        if records or always or now != before:
-            show(records)
-            sys.stdout.flush()
-        if run.is_over:
+        for run in runs.present():
+            records = list(run.update(None if run.path in before else most))
+            now = (run.state, run.story.reached, len(run.story.decisions), tuple(run.checkpoints))
+            if records or now != before.get(run.path):
+                show(run, records)
+            before[run.path] = now
+        refresh()
+        sys.stdout.flush()
+        if arguments.once or runs.is_over:
             return
-        time.sleep(every_s)
-        before, records = now, list(run.update())
+        time.sleep(arguments.every)
 
 
-def _print_records(folder: Path, records: list[Record]) -> None:
-    media = Counter((step, _KINDS.get(path.suffix, "file")) for _, step, path in media_in(folder / MEDIA)) if records else {}
+def _print_records(run: Following, records: list[Record], *, several: bool) -> None:
+    name = f"{clean(run.story.name)}: " if several else ""
+    folder = run.path / MEDIA
+    media = Counter((step, _KINDS.get(path.suffix, "file")) for _, step, path in media_in(folder)) if records else {}
     for record in records:
         values = "  ".join(f"{clean(name)} {number(value)}" for name, value in record.values.items())
         values = values or ", ".join(counted(count, kind) for (step, kind), count in media.items() if step == record.step)
         epoch = "" if _has_no_epochs(record.at) else f"epoch {record.at.epoch}, "
-        say(f"{epoch}step {record.step}: {values}")
+        say(f"{name}{epoch}step {record.step}: {values}")
 
 
-def _print_all(run: Following) -> None:
-    for line in lines(run, width() or 100, 10_000):
+def _print_all(runs: FollowedRuns, metric: str | None) -> None:
+    for line in _view(runs, metric, width() or 100, 10_000):
         say(line)
 
 
-def _screen() -> Callable[[Following], AbstractContextManager[Callable[[], None]]] | None:
+def _view(runs: FollowedRuns, metric: str | None, columns: int, rows: int) -> list[str]:
+    present = runs.present()
+    return table_of(present, metric, columns, rows) if runs.several else lines(present[0], columns, rows)
+
+
+View = Callable[[int, int], list[str]]
+"""Returns the lines for a terminal of so many columns and rows."""
+
+
+def _screen() -> Callable[[View], AbstractContextManager[Callable[[], None]]] | None:
     """Return the live view; None on a terminal that cannot move its cursor."""
     from rich.console import Console
 
@@ -129,12 +157,12 @@ def _screen() -> Callable[[Following], AbstractContextManager[Callable[[], None]
         return None
 
     @contextmanager
-    def opened(run: Following) -> Iterator[Callable[[], None]]:
+    def opened(view: View) -> Iterator[Callable[[], None]]:
         from rich.live import Live
         from rich.text import Text
 
         def drawn() -> Text:
-            title, *rest = lines(run, console.width, console.height)
+            title, *rest = view(console.width, console.height)
             return Text.assemble((title, "bold"), "\n", "\n".join(rest), no_wrap=True, overflow="crop")
 
         with Live(get_renderable=drawn, console=console, screen=True, auto_refresh=False) as live:
@@ -211,10 +239,94 @@ def _table(run: Following, columns: int, most: int) -> list[str]:
 
 
 def _news(run: Following) -> list[str]:
-    told = [
-        f"step {decision.when.step:,}: {decision.what} by {decision.who}: {decision.why}"
-        for decision in run.story.decisions[-_DECISIONS:]
-    ]
+    decisions = run.story.decisions
+    newest = decisions[-_DECISIONS:]
+    earlier = [one for one in decisions[:-_DECISIONS] if _is_notable(one)][-_NOTABLE:]  # others came later, and hide no alert
+    told = [_sentence(decision) for decision in [*earlier, *newest]]
     if run.checkpoints:
         told.append(f"{counted(len(run.checkpoints), 'checkpoint')}, the newest is {run.checkpoints[-1]}")
     return [clean(line) for line in told]
+
+
+def _is_notable(decision: Decision) -> bool:
+    """Return whether a decision is an alert, an act or its refusal."""
+    return decision.what in ("alerted", "steered", "not steered")
+
+
+def _sentence(decision: Decision) -> str:
+    return f"step {decision.when.step:,}: {decision.what} by {decision.who}: {decision.why}"
+
+
+# -- the view of several runs -----------------------------------------------------------------------
+
+_HEAD = ("run", "state", "step", "done", "left", "alerts", "acts")
+
+
+def table_of(runs: Sequence[Following], metric: str | None, columns: int, rows: int) -> list[str]:
+    """Return the view of several runs as lines that fit: a row for each, and their newest alerts and acts.
+
+    Args:
+        runs: The runs, in the order of the rows.
+        metric: The value in the last columns; None: the first one that a callback watches, otherwise the loss.
+        columns: The columns of the terminal.
+        rows: The rows of the terminal.
+    """
+    states = Counter(run.state for run in runs)
+    title = f"{counted(len(runs), 'run')}: {', '.join(f'{count} {state}' for state, count in states.items())}"
+    news = _news_of(runs)[: min(_MOST_NEWS, max(rows - len(runs) - 5, 2 if rows >= 10 else 0))]
+    room = max(1, rows - 3 - len(news) - bool(news))
+    shown = runs if len(runs) <= room else runs[: room - 1]
+    chosen = [metric or _watched_by(run) for run in shown]
+    value = metric or (chosen[0] if len({*chosen}) == 1 else "value")
+    cells = [(*_HEAD, value), *(_row(run, name, several=value == "value") for run, name in zip(shown, chosen, strict=True))]
+    widths = [min(max(map(columns_of, column)), columns // 3) for column in zip(*cells, strict=True)]
+    kept = _fitting(widths, columns)
+    table = ["  ".join(_cell(row[i], widths[i], i) for i in kept) for row in cells]
+    left = columns - max(map(columns_of, table)) - 2
+    for i, (run, name) in enumerate(zip(shown, chosen, strict=True), 1):
+        if left >= _LEAST_CURVE and name in run.story.series:
+            table[i] += f"  {curve(run.story.series[name].values, min(30, left))}"
+    hidden = [f"and {counted(len(runs) - len(shown), 'more run')}"] if len(shown) < len(runs) else []
+    whole = [title, "", *table, *hidden, *([""] if news else []), *news]
+    return [cut(line.rstrip(), columns) for line in whole][:rows]
+
+
+def _watched_by(run: Following) -> str:
+    names = [name for name, _, _ in run.story.watched if name in run.story.series]
+    return names[0] if names else LOSS
+
+
+def _row(run: Following, name: str, *, several: bool) -> tuple[str, ...]:
+    story = run.story
+    left = run.remaining_s()
+    done = "" if run.fraction is None else f"{run.fraction * 100:.0f}%"
+    step = f"{story.reached.step:,}" + (f" of {run.steps:,}" if run.steps else "")
+    last = last_of(story.series.get(name))
+    value = "-" if last is None else f"{clean(name)} {precise(last)}" if several else precise(last)
+    counts = [sum(decision.what == what for decision in story.decisions) for what in ("alerted", "steered")]
+    shown = [str(count) if count else "" for count in counts]
+    return clean(story.name), run.state, step, done, "" if left is None else clock(left), *shown, value
+
+
+def _fitting(widths: Sequence[int], columns: int) -> list[int]:
+    """Return the indices of the columns that fit. Those that go first are the least important ones."""
+    kept = [*range(len(widths))]
+    for index in (6, 5, 4, 2, 3, 7):
+        if sum(widths[i] + 2 for i in kept) - 2 > columns:
+            kept.remove(index)
+    return kept
+
+
+def _cell(text: str, wide: int, index: int) -> str:
+    text = cut(text, wide)
+    space = " " * (wide - columns_of(text))
+    return text + space if index < 2 else space + text
+
+
+def _news_of(runs: Sequence[Following]) -> list[str]:
+    """Return the newest alert and the newest act of each run. Decisions have no time, so they are in the order of the runs."""
+    told = []
+    for run in runs:
+        newest = {decision.what == "alerted": decision for decision in run.story.decisions if _is_notable(decision)}
+        told += [clean(f"{run.story.name}: {_sentence(decision)}") for decision in newest.values()]
+    return told

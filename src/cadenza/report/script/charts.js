@@ -150,6 +150,13 @@ function curvesOf(chart) {
   return nodes;
 }
 
+// The acts of the runs shown: a line from the top to the axis, with a flag.
+function actsOf(chart) {
+  const { from, to, across } = chart.scale, here = new Set(shown(chart).map((line) => line.run));
+  return acts.filter(({ run, step }) => here.has(run) && step >= from && step <= to).map(({ run, step }) =>
+    make("path", { d: `M${across(step).toFixed(1)},${HEIGHT - BOTTOM}V${TOP}l7,3.5l-7,3.5`, class: `act ${runs[run].look}`, "data-of": run }));
+}
+
 // The run of each axis, and the ranges of those without an axis.
 function rangesOf(chart) {
   if (!chart.scale?.two) return "";
@@ -163,15 +170,17 @@ function rangesOf(chart) {
 function draw(chart) {
   if (!chart.plot.clientWidth) return; // folded or not found; it is drawn when it has a width again
   chart.scale = shown(chart).length ? scaleOf(chart) : null;
-  const grid = chart.svg.querySelector(".grid"), curves = chart.svg.querySelector(".curves");
+  const [grid, marks, curves] = [".grid", ".acts", ".curves"].map((part) => chart.svg.querySelector(part));
   chart.ranges.textContent = rangesOf(chart);
   if (!chart.scale) {
     grid.replaceChildren();
+    marks.replaceChildren();
     curves.replaceChildren();
     return;
   }
   chart.svg.setAttribute("viewBox", `0 0 ${chart.scale.width} ${HEIGHT}`);
   grid.replaceChildren(...gridOf(chart));
+  marks.replaceChildren(...actsOf(chart));
   curves.setAttribute("clip-path", `url(#clip-${chart.number})`);
   curves.replaceChildren(...curvesOf(chart));
 }

@@ -1,7 +1,7 @@
 // A slider over the steps of media: each run shows its newest one at the chosen step.
 
-function sliders() {
-  for (const slider of document.querySelectorAll(".medium input")) {
+function sliders(part = document) {
+  for (const slider of part.querySelectorAll(".medium input")) {
     const steps = JSON.parse(slider.dataset.steps), output = slider.parentNode.querySelector("output");
     const show = () => {
       const step = steps[slider.value];

@@ -70,6 +70,11 @@ function tell(chart, at, lines) {
     table.append(row);
     said.push([runs.length > 1 ? runs[line.run].name : "", text, ...beside].filter(Boolean).join(" "));
   }
+  const close = ({ run, step }) => lines.some((line) => line.run === run) && Math.abs(chart.scale.across(step) - chart.scale.across(at)) < 4;
+  for (const { text } of acts.filter(close).slice(-3)) {
+    tip.append(html("div", "at", text));
+    said.push(text);
+  }
   const others = shown(chart).length - lines.length;
   if (others) tip.append(html("div", "at", `and ${others} more`));
   chart.plot.append(tip);

@@ -1,6 +1,6 @@
 // The data of the page, what of it is shown, and what the browser keeps of that between two visits.
 
-const { runs = [], charts: known = [], span = [0, 1] } = JSON.parse(document.getElementById("data").textContent);
+const { runs = [], acts = [], charts: known = [], span = [0, 1] } = JSON.parse(document.getElementById("data").textContent);
 const CROWD = 20, DOTS = 40; // chart.py has the same
 const view = {
   from: null, to: null, log: false, mean: true, smooth: 0, scale: "shared", search: "",
@@ -11,12 +11,15 @@ const view = {
 
 const charts = known.map((one, number) => {
   const figure = document.querySelector(`figure[data-chart="${number}"]`), plot = figure.querySelector(".plot");
-  const lines = one.lines.map(({ run, x, y, mean }) => {
+  return { number, name: one.name, figure, plot, lines: linesOf(one), svg: plot.querySelector("svg"), scale: null };
+});
+
+function linesOf(one) {
+  return one.lines.map(({ run, x, y, mean }) => {
     const raw = { x: summed(x), y };
     return { run, raw, mean: mean ? { x: summed(mean.x), y: mean.y } : null, soft: raw };
   });
-  return { number, name: one.name, figure, plot, lines, svg: plot.querySelector("svg"), scale: null };
-});
+}
 
 function summed(differences) {
   let step = 0;

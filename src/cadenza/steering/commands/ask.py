@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import time
-from typing import Any
+from typing import Any, NoReturn
 
 from cadenza.commands.output import add_json, print_json, say
 from cadenza.errors import CadenzaError
@@ -28,28 +27,44 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "  cadenza ask runs/first samples 8120\n  cadenza ask runs/first health --json | jq .answer.problems"
     )
     parser.add_argument("run", metavar="RUN", help="a run directory")
-    parser.add_argument("question", metavar="QUESTION", help=", ".join(QUESTIONS))
+    parser.add_argument("question", choices=QUESTIONS, metavar="QUESTION", help=", ".join(QUESTIONS))
     parser.add_argument("what", nargs="*", metavar="WHAT", help=_WHAT)
     parser.add_argument("--last", type=int, metavar="N", help="how many values of a metric (100 if left out) or decisions (1)")
     parser.add_argument("--whole", action="store_true", help="search files to their beginning, not only their last 32 MiB")
     add_json(parser, "print one line of JSON; its form has a version, see the page Ask and steer a run")
+    put_errors_in_json(parser)
     parser.set_defaults(command=ask, error=parser.error)
+
+
+def put_errors_in_json(parser: argparse.ArgumentParser) -> None:
+    """Let a parser print its errors as one line of JSON if ``--json`` is among the arguments."""
+    read = parser.parse_known_args
+    complain = parser.error
+    given: list[str] = []
+
+    def parse(arguments: Any = None, namespace: Any = None) -> Any:
+        given[:] = arguments or []
+        return read(arguments, namespace)
+
+    def error(message: str) -> NoReturn:
+        if any(len(item) > 2 and "--json".startswith(item) for item in given):
+            print_json(wrong(given, message), indent=None)
+            raise SystemExit(2)
+        complain(message)
+
+    parser.parse_known_args = parse  # type: ignore[assignment, method-assign]
+    parser.error = error  # type: ignore[method-assign]
 
 
 def ask(arguments: argparse.Namespace) -> int:
     """Print the answer; return the exit code.
 
     Raises:
-        CadenzaError: The question lacks an argument or has one too many; without ``--json``, also if there is no answer.
+        CadenzaError: Without ``--json``, there is no answer.
+        SystemExit: The question lacks an argument or has one too many.
     """
     what = " ".join(arguments.what)
-    try:
-        _check(arguments, what)
-    except CadenzaError as error:
-        if not arguments.json:
-            raise
-        print_json({**wrong(arguments.run, str(error)), "question": arguments.question, "time": time.time()}, indent=None)
-        return 2
+    _check(arguments, what)
     whole = question(arguments.run, arguments.question, lambda: _answer(arguments, what))
     if arguments.json:
         print_json(whole, indent=None)
@@ -63,17 +78,12 @@ def ask(arguments: argparse.Namespace) -> int:
 
 def _check(arguments: argparse.Namespace, what: str) -> None:
     name = arguments.question
-    if name not in QUESTIONS:
-        message = f"argument QUESTION: invalid choice: {name!r} (choose from {', '.join(map(repr, QUESTIONS))})"
-        if not arguments.json:
-            arguments.error(message)
-        raise CadenzaError(message)
     if name in ("why-not", "metric", "samples") and not what:
-        raise CadenzaError(f"cadenza ask RUN {name} needs one more argument, such as: {_EXAMPLES[name]}")
+        arguments.error(f"cadenza ask RUN {name} needs one more argument, such as: {_EXAMPLES[name]}")
     if name in ("status", "plan", "config", "health") and what:
-        raise CadenzaError(f"cadenza ask RUN {name} takes no more arguments; got {what!r}")
+        arguments.error(f"cadenza ask RUN {name} takes no more arguments; got {what!r}")
     if name == "samples" and not what.isdecimal():
-        raise CadenzaError(f"cadenza ask RUN samples STEP: expected the number of a step; got {what!r}")
+        arguments.error(f"cadenza ask RUN samples STEP: expected the number of a step; got {what!r}")
 
 
 _EXAMPLES = {"why-not": "why-not saved", "metric": "metric train/loss", "samples": "samples 8120"}

@@ -7,9 +7,10 @@ import json
 from typing import Any
 
 from cadenza.commands.output import add_json, clean, print_json, say
-from cadenza.errors import CadenzaError
+from cadenza.errors import CadenzaError, DirectoryError
 from cadenza.steering.acts import VERBS
-from cadenza.steering.run_reader import wrong
+from cadenza.steering.commands.ask import put_errors_in_json
+from cadenza.steering.run_reader import failed
 from cadenza.steering.sending import tell
 
 WAITING = 3
@@ -31,13 +32,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "  cadenza tell runs/first attach probes:GradientNorm --json"
     )
     parser.add_argument("run", metavar="RUN", help="the directory of a run that goes on")
-    parser.add_argument("verb", metavar="VERB", help=", ".join(VERBS))
+    parser.add_argument("verb", choices=VERBS, metavar="VERB", help=", ".join(VERBS))
     parser.add_argument(
         "what", nargs="*", metavar="WHAT", help="of set, NAME=VALUE and group=NAME; of note, a text; of attach, module:Callback"
     )
     parser.add_argument("--reason", default="", metavar="TEXT", help="why, for the decision that the run records")
     parser.add_argument("--wait", type=float, default=5.0, metavar="SECONDS", help="wait so long for the result; 5 if left out")
     add_json(parser, "print one line of JSON; its form has a version, see the page Ask and steer a run")
+    put_errors_in_json(parser)
     parser.set_defaults(command=act, error=parser.error)
 
 
@@ -45,19 +47,20 @@ def act(arguments: argparse.Namespace) -> int:
     """Send the act, wait for its result and print it; return the exit code.
 
     Raises:
-        DirectoryError: The directory holds no run.
-        CadenzaError: The verb lacks an argument or has one too many.
+        DirectoryError: Without ``--json``, the directory holds no run.
+        SystemExit: The verb lacks an argument or has one too many.
     """
-    if arguments.verb not in VERBS and not arguments.json:
-        arguments.error(_unknown(arguments.verb))
     try:
         given = given_to(arguments.verb, arguments.what)
     except CadenzaError as error:
+        arguments.error(str(error))
+    try:
+        found = tell(arguments.run, arguments.verb, given, reason=arguments.reason, wait_s=arguments.wait)
+    except DirectoryError as error:
         if not arguments.json:
             raise
-        print_json(wrong(arguments.run, str(error)), indent=None)
-        return 2
-    found = tell(arguments.run, arguments.verb, given, reason=arguments.reason, wait_s=arguments.wait)
+        print_json(failed(arguments.run, arguments.verb, "directory", error), indent=None)
+        return 1
     if arguments.json:
         print_json(found, indent=None)
     else:
@@ -75,8 +78,6 @@ def given_to(verb: str, given: list[str]) -> dict[str, Any]:
     >>> given_to("set", ["lr=1e-4", "group=head"]), given_to("note", ["too", "high"]), given_to("save", [])
     ({'lr': 0.0001, 'group': 'head'}, {'text': 'too high'}, {})
     """
-    if verb not in VERBS:
-        raise CadenzaError(_unknown(verb))
     if verb == "note":
         if not given:
             raise CadenzaError("note needs a text, as in: cadenza tell RUN note the rate was too high")
@@ -92,10 +93,6 @@ def given_to(verb: str, given: list[str]) -> dict[str, Any]:
     if given:
         raise CadenzaError(f"{verb} takes no more arguments; got {' '.join(given)!r}. Give a reason with --reason.")
     return {}
-
-
-def _unknown(verb: str) -> str:
-    return f"argument VERB: invalid choice: {verb!r} (choose from {', '.join(map(repr, VERBS))})"
 
 
 def _value(text: str) -> Any:
