@@ -45,7 +45,7 @@ loops         1035      5      12
 testing        977      6      14
 commands       687      8      11
 report        2484     24       8
-steering      1783     16      10
+steering      1789     16      10
 timetravel    3020     18      21
 compat       24724    317      18
 trackers      1564     11      10
@@ -58,8 +58,8 @@ WINGS = ("compat", "report", "steering", "timetravel", "trackers")
 SUMS = """
 sum                             core   wings
 files                            189     386
-lines                          28266   33575
-words                         197596  226624
+lines                          28266   33581
+words                         197596  226670
 words a line                    7.00    6.75
 data files and long literals     428     803
 modules under 30 lines            10      47
