@@ -17,15 +17,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Mutable
 from hashlib import sha256
 from importlib import resources
 from pathlib import Path
-from typing import Any
-
-import uvicorn
-from starlette.applications import Starlette
-from starlette.concurrency import run_in_threadpool
-from starlette.middleware import Middleware
-from starlette.requests import Request
-from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
-from starlette.routing import Route
+from typing import TYPE_CHECKING, Any
 
 from cadenza.errors import CadenzaError, DirectoryError
 from cadenza.files.locking import is_held
@@ -37,6 +29,11 @@ from cadenza.steering.acts import LARGEST, VERBS
 from cadenza.steering.condition import FAULTS
 from cadenza.steering.run_reader import RunReader, sentence
 from cadenza.steering.sending import tell
+
+if TYPE_CHECKING:  # they are imported when a page is served: without the extra the module can be read
+    from starlette.applications import Starlette
+    from starlette.requests import Request
+    from starlette.responses import Response
 
 ALLOWED = tuple(verb for verb in VERBS if verb != "attach")
 """The verbs that the page may send. ``attach`` runs code, so it is left to the command line."""
@@ -88,6 +85,10 @@ class Site:
 
     def app(self) -> Starlette:
         """Return the application."""
+        from starlette.applications import Starlette
+        from starlette.middleware import Middleware
+        from starlette.routing import Route
+
         routes = [Route("/", self._page), Route("/events", self._events), Route("/tell", self._tell, methods=["POST"])]
         return Starlette(routes=routes, middleware=[Middleware(Guard, token=self.token)])
 
@@ -123,10 +124,12 @@ class Site:
     # -- answers -----------------------------------------------------------------------------------
 
     async def _page(self, request: Request) -> Response:
-        paths = await run_in_threadpool(self._chosen, request)
+        from starlette.responses import HTMLResponse, PlainTextResponse
+
+        paths = await asyncio.to_thread(self._chosen, request)
         if paths is None:
             return PlainTextResponse("there is no such run here", 404)
-        return HTMLResponse(await run_in_threadpool(self.rendered, paths))
+        return HTMLResponse(await asyncio.to_thread(self.rendered, paths))
 
     def rendered(self, paths: Mapping[str, Path]) -> str:
         """Return the page of runs; the same text as long as their files are the same."""
@@ -142,7 +145,9 @@ class Site:
             return text
 
     async def _events(self, request: Request) -> Response:
-        paths = await run_in_threadpool(self._chosen, request)
+        from starlette.responses import PlainTextResponse, StreamingResponse
+
+        paths = await asyncio.to_thread(self._chosen, request)
         if paths is None:
             return PlainTextResponse("there is no such run here", 404)
         if self._streams >= STREAMS:
@@ -155,10 +160,10 @@ class Site:
             before = ""
             told = time.monotonic()
             while True:
-                paths = await run_in_threadpool(self._chosen, request)
+                paths = await asyncio.to_thread(self._chosen, request)
                 if paths is None:
                     return
-                now = json.dumps(in_json(await run_in_threadpool(self.states, paths)))
+                now = json.dumps(in_json(await asyncio.to_thread(self.states, paths)))
                 if now != before:
                     before = now
                     told = time.monotonic()
@@ -171,9 +176,11 @@ class Site:
             self._streams -= 1
 
     async def _tell(self, request: Request) -> Response:
+        from starlette.responses import JSONResponse, PlainTextResponse
+
         if not self.allow_steering:
             return PlainTextResponse("acts are not allowed: start the server with --allow-steering", 403)
-        paths = await run_in_threadpool(self._chosen, request)
+        paths = await asyncio.to_thread(self._chosen, request)
         if paths is None or len(paths) != 1:
             return PlainTextResponse("name one run", 404)
         if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
@@ -186,7 +193,7 @@ class Site:
         try:
             verb, arguments, reason = _act_in(body)
             path = next(iter(paths.values()))
-            answer = await run_in_threadpool(tell, path, verb, arguments, reason=reason, wait_s=_WAIT_S)
+            answer = await asyncio.to_thread(tell, path, verb, arguments, reason=reason, wait_s=_WAIT_S)
         except (ValueError, CadenzaError) as error:
             return PlainTextResponse(str(error), 400)
         told = answer.get("result") or answer.get("why") or "the run has come to no step boundary yet"
@@ -212,6 +219,8 @@ class Site:
 
 def run(site: Site, listening: socket.socket) -> None:
     """Serve a site on a socket until a signal ends it. Requests are not logged: their addresses hold the token."""
+    import uvicorn
+
     config = uvicorn.Config(
         site.app(),
         access_log=False,
@@ -236,6 +245,9 @@ class Guard:
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Serve a request."""
+        from starlette.requests import Request
+        from starlette.responses import PlainTextResponse
+
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
