@@ -385,7 +385,7 @@ def test_an_evaluation_mode_after_the_last_step_or_on_purpose_is_no_mistake(capl
 def test_a_layer_that_a_hook_replaces_is_a_warning_once(limits: Any, caplog: pytest.LogCaptureFixture) -> None:
     @on(Callback.on_step_end, at=5)
     def new_head(run: Run) -> None:
-        run.model[2] = nn.Linear(4, 1)  # type: ignore[index]
+        run.model.add_module("2", nn.Linear(4, 1))
 
     dropping(new_head, **limits).fit()
     assert caplog.text.count("no optimizer holds 2 parameters that require a gradient, so they are not trained: 2.weight") == 1
@@ -396,11 +396,11 @@ def test_a_layer_that_a_hook_replaces_is_a_warning_once(limits: Any, caplog: pyt
     [
         (lambda one: CosineAnnealingLR(one, 20 * 6), {"accumulate": 4}, "T_max=120 is the number of batches"),
         (lambda one: OneCycleLR(one, 0.1, total_steps=20 * 6), {"accumulate": 4}, "total_steps=120 is the number of batches"),
-        (lambda one: CosineAnnealingLR(one, 60), {}, "T_max=60: the rate rises again"),
+        (lambda one: CosineAnnealingLR(one, 60), {}, "its rate rises again after T_max=60"),
         (
             lambda one: SequentialLR(one, [LinearLR(one, total_iters=20), CosineAnnealingLR(one, 60)], [20]),
             {},
-            "CosineAnnealingLR after each of 100 updates, and T_max=60: the rate rises again",
+            "CosineAnnealingLR after each of 120 updates, and its rate rises again after T_max=60",
         ),
         (lambda one: CosineAnnealingLR(one, 120), {}, None),
         (lambda one: CosineAnnealingLR(one, 30), {"accumulate": 4}, None),
@@ -418,7 +418,7 @@ def test_a_schedule_that_does_not_end_with_the_run_is_questioned(
 
 def test_a_cosine_over_epochs_that_rises_again_is_questioned(caplog: pytest.LogCaptureFixture) -> None:
     trainer(LearningRate(lambda one: CosineAnnealingLR(one, 3), "1 epoch"), max_epochs=6).fit()
-    assert "after each of 6 epochs, and T_max=3: the rate rises again" in caplog.text
+    assert "after each of 6 epochs, and its rate rises again after T_max=3" in caplog.text
 
 
 @pytest.mark.parametrize("limits", [{"max_epochs": 1}, {"max_tokens": 160, "tokens": lambda batch: len(batch[0])}])
@@ -482,7 +482,8 @@ def test_a_monitor_in_the_other_direction_than_its_metric_is_a_warning(
 
 def test_one_metric_for_the_training_and_for_an_evaluation_is_an_error() -> None:
     metric = MeanAbsoluteError()
-    for given in ({"mae": metric}, MetricCollection({"mae": metric})):
+    each: list[Any] = [{"mae": metric}, MetricCollection({"mae": metric})]
+    for given in each:
         log, evaluate = LogTraining("1 epoch", metrics=given), Evaluate(DATA, metrics=given)
         with pytest.raises(ValueError, match=r"the metric 'mae' of LogTraining and one of 'eval' are one object"):
             trainer(log, evaluate, compute_loss=fitted).fit()
