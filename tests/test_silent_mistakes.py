@@ -145,7 +145,11 @@ def dropping(*callbacks: Any, **limits: Any) -> Trainer:
 def test_an_evaluation_mode_that_a_hook_leaves_is_a_warning_once(
     moment: Any, options: Any, limits: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    dropping(on(moment, **options)(lambda run: run.model.eval()), **limits).fit()
+    @on(moment, **options)
+    def evaluate(run: Run) -> None:
+        run.model.eval()
+
+    dropping(evaluate, **limits).fit()
     assert caplog.text.count("1 module with parameters that are trained, in evaluation mode: the model.") == 1
     assert caplog.text.count("after a model.eval() in it") == 1
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import product
+from itertools import islice, product
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
@@ -281,33 +281,33 @@ class LearningRate(Callback, SetsRates, Compared):
 
     def _warn_of_lengths(self, run: Run) -> None:
         """Warn, once, of lengths in epochs or batches in a schedule that counts updates, and of a cosine that ends early."""
-        total = None if self.unit == "token" or self.monitor is not None else run.progress.total(self.unit)
-        doubt = next(self._doubts(total, run.progress), None) if total and session_of(run).advises else None
-        if doubt is not None:
+        total = run.progress.total(self.unit)
+        if not total or self.unit == "token" or self.monitor is not None or not session_of(run).advises:
+            return
+        for doubt in islice(self._doubts(total, run.progress), 1):
             run.warn(f"LearningRate steps {doubt}")
 
     def _doubts(self, total: int, limits: Progress) -> Iterator[str]:
-        epochs, batches = limits.total("epoch"), limits.total("batch") or 0
+        epochs, batches = limits.total("epoch"), limits.total("batch")
         parts = getattr(self.scheduler, "_schedulers", [self.scheduler])
+        each = f"after each of {counted(total, 'update' if self.unit == 'step' else 'epoch')}, and"
         for part, name in product(parts, _LENGTHS) if self.unit == "step" else ():
-            length, kind = getattr(part, name, None), type(part).__name__
+            length = getattr(part, name, None)
             if length and epochs and _in_epochs(part, name, total, epochs):
+                shown = sorted(length) if isinstance(length, Mapping) else length
                 yield (
-                    f"{kind} after each of {counted(total, 'update')}, and {name}="
-                    f"{sorted(length) if isinstance(length, Mapping) else length} fits {counted(epochs, 'epoch')}: "
-                    "every='1 epoch' steps it once an epoch. Otherwise give it lengths in updates."
+                    f"{type(part).__name__} {each} {name}={shown} fits {counted(epochs, 'epoch')}: every='1 epoch' steps it "
+                    "once an epoch. Otherwise give it lengths in updates."
                 )
-            if length and length == batches > total:
+            if length and length == batches != total:
                 yield (
-                    f"{kind} after each of {counted(total, 'update')}, and {name}={length} is the number of batches, so the "
-                    f"run ends before the schedule. {_TAKE_TOTAL}"
+                    f"{type(part).__name__} {each} {name}={length} is the number of batches, so the run ends before the "
+                    f"schedule. {_TAKE_TOTAL}"
                 )
-        end, last = total - getattr(self.scheduler, "_milestones", [0])[-1], parts[-1]
+        last = parts[-1]
+        end = total - getattr(self.scheduler, "_milestones", [0])[-1]
         if type(last) is CosineAnnealingLR and 10 * last.T_max < 9 * end:
-            yield (
-                f"CosineAnnealingLR after each of {counted(end, 'epoch' if self.unit == 'epoch' else 'update')}, and "
-                f"T_max={last.T_max}: the rate rises again after it. {_TAKE_TOTAL}"
-            )
+            yield f"CosineAnnealingLR {each} its rate rises again after T_max={last.T_max}. {_TAKE_TOTAL}"
 
     def _warn_of_new(self, run: Run) -> None:
         """Warn of a schedule that begins in a run that continues, because the checkpoint does not have it."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from cadenza.engine.monitor import judge_training
@@ -127,14 +126,15 @@ class LogTraining(Callback):
 
     def _check_metrics(self, run: Run) -> None:
         """Raise `ValueError` if an evaluation or another `LogTraining` would reset one of the metrics inside of an interval."""
-        others: dict[str, Any] = dict(run.evaluations)
-        others |= {name: item for name, item in hooks_of(run).callbacks.items() if isinstance(item, LogTraining)}
-        for (own, metric), (name, other) in product(self.metrics.items(), others.items()):
-            if other is not self and any(metric is held for held in other.metrics.values()):
-                raise ValueError(
-                    f"the metric {own!r} of LogTraining and one of {name!r} are one object, which would be reset inside of an "
-                    "interval. Create a metric for each."
-                )
+        callbacks = hooks_of(run).callbacks.items()
+        others: dict[str, Any] = {name: item for name, item in callbacks if isinstance(item, LogTraining) and item is not self}
+        for name, other in {**others, **run.evaluations}.items():
+            for own, metric in self.metrics.items():
+                if any(metric is held for held in other.metrics.values()):
+                    raise ValueError(
+                        f"the metric {own!r} of LogTraining and one of {name!r} are one object, which would be reset inside of "
+                        "an interval. Create a metric for each."
+                    )
 
     def log(self, run: Run) -> None:
         """Log now. Every rank must call this, because the loss is a mean over all ranks."""

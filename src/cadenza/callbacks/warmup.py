@@ -99,25 +99,29 @@ class Warmup(Callback, Compared):
 
     def on_setup(self, run: Run) -> None:
         optimizer_of(run, self.optimizer, needed_by="Warmup")
-        self.count, self.unit, self._last_step, self._tokens_of_step = None, "step", 0.0, 0
+        self.count, self.unit, self._last_step = None, "step", 0.0
+        self._tokens_of_step = 0
         factors, progress = rates_of(run).factors.setdefault(self.optimizer, []), run.progress
         factors.append(lambda step: self.factor(self._tokens_with_step(progress) if self.unit == "token" else step))
 
     def on_fit_start(self, run: Run) -> None:
         if self.count is None:  # otherwise it is restored
             self.count, self.unit = self._count_in(run)
-        self._last_step, self._tokens = math.inf if self.unit == "token" else self.count, run.progress.tokens
+        self._last_step = math.inf if self.unit == "token" else self.count
+        self._tokens = run.progress.tokens
 
     def _tokens_with_step(self, progress: Progress) -> int:
         """Return the tokens with those of the step. After an update, the next step is expected to have as many as the last."""
         return progress.tokens + (self._tokens_of_step if progress.tokens == self._tokens else 0)
 
     def _scale_rates(self, run: Run) -> None:
-        optimizer, tokens = run.optimizers[self.optimizer], run.progress.tokens
+        optimizer = run.optimizers[self.optimizer]
+        tokens = run.progress.tokens
         if any(optimizer is other for other in session_of(run).step.updating):
             rates_of(run).apply(self.optimizer, optimizer, run.progress.step + 1)
             if self.unit == "token":
-                self._tokens, self._tokens_of_step = tokens, tokens - self._tokens
+                self._tokens_of_step = tokens - self._tokens
+                self._tokens = tokens
 
     def _put_rates_back(self, run: Run) -> None:
         rates_of(run).put_back(self.optimizer)
@@ -131,7 +135,7 @@ class Warmup(Callback, Compared):
         if isinstance(self.length, float):
             total, unit = length_of(run, needed_by=f"Warmup({self.length:g}), a fraction of the run,")
             return self.length * total, unit
-        count = self._steps_in(run.progress, run.info.accumulate)
+        count = self._steps_in(self.length, run.progress, run.info.accumulate)
         if count is None:
             raise ValueError(
                 f"Warmup({self.length.text!r}) needs a loader with __len__; this loader has none. Give the length in steps, "
@@ -139,22 +143,24 @@ class Warmup(Callback, Compared):
             )
         return count, "step"
 
-    def _steps_in(self, limits: Progress, accumulate: int) -> float | None:
-        """Return the length in steps; None if it is not known, or a fraction of the run."""
-        if isinstance(self.length, float) or self.length.unit == "step":
-            return None if isinstance(self.length, float) else float(self.length.count)
+    def _steps_in(self, length: Length, limits: Progress, accumulate: int) -> float | None:
+        if length.unit == "step":
+            return float(length.count)
         batches = limits.batches_said  # not the counted number, so that a resume does not change it
         if batches is None:
             return None
-        whole = int(self.length.count)
+        whole = int(length.count)
         both = (Progress(max_epochs=most, batches_per_epoch=batches) for most in (whole, whole + 1))
         before, after = (limit.total("step", accumulate) or 0 for limit in both)
-        return float(before + (self.length.count - whole) * (after - before))  # the last epoch may be a part
+        return float(before + (length.count - whole) * (after - before))  # the last epoch may be a part
 
     def outlasts(self, limits: Progress, accumulate: int) -> str | None:
         """Return a warning if a run with these limits ends before the warm-up."""
-        count, total = self._steps_in(limits, accumulate), limits.total("step", accumulate)
-        if isinstance(self.length, float) or count is None or total is None or count <= total:
+        if isinstance(self.length, float):
+            return None
+        count = self._steps_in(self.length, limits, accumulate)
+        total = limits.total("step", accumulate)
+        if count is None or total is None or count <= total:
             return None
         return (
             f"Warmup({self.length.text!r}) never reaches the full rate: it takes {counted(math.ceil(count), 'step')}, and the "

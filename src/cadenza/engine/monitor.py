@@ -261,8 +261,8 @@ def is_trained(monitor: Monitor, hooks: Hooks, evaluations: Container[str], *, a
 
 def _logs_in(hooks: Hooks) -> list[Any]:
     """Return the callbacks that log the training under a prefix."""
-    callbacks = [cast("Any", callback) for callback in hooks.callbacks.values() if getattr(callback, "logs_training", False)]
-    return [callback for callback in callbacks if hasattr(callback, "prefix")]
+    logs = (callback for callback in hooks.callbacks.values() if getattr(callback, "logs_training", False))
+    return [log for log in logs if hasattr(log, "prefix")]
 
 
 def judge_training(run: Run, prefix: str, sums: Mapping[str, tuple[Any, Any]], *, whole: bool) -> None:

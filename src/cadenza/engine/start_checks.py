@@ -109,7 +109,7 @@ def warn_of_doubts(session: Session, *, own_optimizer: bool) -> None:
 
 
 def warn_of_new_doubts(session: Session) -> None:
-    """Warn of the same parameters and windows, and of trained modules in evaluation mode: what was not said before."""
+    """Warn of the same parameters and windows, and of trained modules in evaluation mode: each text once in a run."""
     for doubt in doubts(session):
         if doubt not in session.module_flags.doubted:
             session.module_flags.doubted.add(doubt)

@@ -20,7 +20,7 @@ from cadenza.engine.session import Loops, Session
 from cadenza.engine.start_checks import check_computes_batch, warn_of_new_doubts
 from cadenza.errors import LossError
 from cadenza.optim.optimizers import needs_closure
-from cadenza.optim.parameters import parameters_of
+from cadenza.optim.parameters import distinct_gradients, parameters_of
 from cadenza.optim.stepping import StepGuard
 from cadenza.status.decisions import COMPLETE
 from cadenza.status.formats import counted
@@ -292,7 +292,7 @@ class OwnCalls:
         self._handles: list[StepGuard | RemovableHandle] = []
         self._waiting: dict[Optimizer, StepGuard] = {}  # the optimizers without a gradient so far
         self._trained = set[Optimizer]()  # those that have had one since
-        self._zeros = False  # whether there were gradients of 0
+        self._any_gradient = False  # whether there were gradients, of any value
         self._first_step = self._first_epoch = 0
 
     def begin(self, ending: ExitStack) -> None:
@@ -300,8 +300,9 @@ class OwnCalls:
         session, progress = self._session, self._session.progress
         self._first_step, self._first_epoch = progress.step, progress.epoch + (progress.batch_in_epoch > 0)
         ending.callback(self._end)
-        called = [one for one in session.optimizers if getattr(type(one).step, "hooked", False)]  # not wrappers of optimizers
-        self._waiting = {optimizer: StepGuard(optimizer, self._note_step, after=True) for optimizer in called}
+        for optimizer in session.optimizers:
+            if getattr(type(optimizer).step, "hooked", False):  # a wrapper of an optimizer calls no hooks
+                self._waiting[optimizer] = StepGuard(optimizer, self._note_step, after=True)
         session.acts.after_next_step(self._look_for_updates)
         if session.loop is Loops.FIT and session.step_fn is None:
             return
@@ -415,10 +416,12 @@ class OwnCalls:
         raise session.step.raised
 
     def _note_step(self, optimizer: Optimizer) -> None:
-        gradients = [parameter.grad for parameter in parameters_of([optimizer]) if parameter.grad is not None]
-        if gradients and (self._session.driver.shards or not all(map(_is_zero, gradients))):  # a shard may be empty
+        gradients = distinct_gradients([optimizer])
+        if not gradients:
+            return
+        self._any_gradient = True
+        if self._session.driver.shards or not all(map(_is_zero, gradients)):  # a shard may be empty
             self._trained.add(optimizer)
-        self._zeros |= bool(gradients)
 
     def _look_for_updates(self) -> None:
         """Warn, once, if an optimizer had no gradient in the first steps, the first whole epoch or the whole run.
@@ -430,10 +433,11 @@ class OwnCalls:
         for optimizer in [*self._waiting]:
             if optimizer in known or not any(parameter.requires_grad for parameter in parameters_of([optimizer])):
                 self._waiting.pop(optimizer).remove()
-        steps, outcome, updates = progress.step - self._first_step, session.outcome, session.step.updates
+        outcome, updates = session.outcome, session.step.updates
+        steps = progress.step - self._first_step
         if (updates and not self._waiting) or (outcome is not None and outcome.kind not in COMPLETE):
             return
-        enough = 1 if updates and not self._zeros and len(self._waiting) == len(session.optimizers) else _STEPS
+        enough = 1 if updates and not self._any_gradient and len(self._waiting) == len(session.optimizers) else _STEPS
         if not steps or (steps < enough and progress.epoch <= self._first_epoch and outcome is None):
             session.acts.after_next_step(self._look_for_updates)
             return
