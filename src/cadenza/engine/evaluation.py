@@ -106,9 +106,13 @@ class FirstBatch(BeforeCollectives):
         """Exchange which ranks have a batch, and whether the computation communicates. Every rank must call this."""
         if self._met:
             return
-        self._met, driver, has = True, self._driver, self.batch is not NONE
+        self._met = True
+        driver = self._driver
+        has = self.batch is not NONE
         flags = driver.reduce(torch.tensor([communicates, not has, driver.rank if has else -1]), "max")
-        self.communicates, lacks, source = bool(flags[0]), bool(flags[1]), int(flags[2])
+        self.communicates = bool(flags[0])
+        lacks = bool(flags[1])
+        source = int(flags[2])
         if source < 0:
             raise _no_batch(self._evaluation)
         if self.communicates and lacks:
