@@ -38,8 +38,8 @@ hooks         1589     10       7
 drivers       2273     15       5
 optim         1321     11       6
 sinks         1201     10       7
-engine        5024     21      10
-checkpoint    3944     16      10
+engine        5026     21      10
+checkpoint    3945     16      10
 callbacks     3131     31      15
 loops         1043      5      12
 testing        977      6      14
@@ -58,8 +58,8 @@ WINGS = ("compat", "report", "steering", "timetravel", "trackers")
 SUMS = """
 sum                             core   wings
 files                            189     384
-lines                          28538   32748
-words                         199767  220910
+lines                          28541   32748
+words                         199779  220910
 words a line                    7.00    6.75
 data files and long literals     428     794
 modules under 30 lines            10      47

@@ -185,8 +185,9 @@ def _sum_of_bits(weight: Tensor) -> Tensor:
     flat = weight.contiguous().reshape(-1).view(torch.uint8)
     if flat.storage_offset() % 8:
         flat = flat.clone()
-    words = len(flat) - len(flat) % 8  # sums of whole words of 8 bytes are limited by the memory alone
-    return (flat[:words].view(torch.int64).sum() + flat[words:].sum(dtype=torch.int64)) >> 1
+    rest = len(flat) % 8  # sums of 8 bytes at a time are limited by the memory alone
+    most = len(flat) - rest
+    return (flat[:most].view(torch.int64).sum() + flat[most:].sum(dtype=torch.int64)) >> 1
 
 
 def restore(session: Session, loaded: Loaded, *, strict: bool = False) -> None:

@@ -97,9 +97,9 @@ class FirstBatch(BeforeCollectives):
     def __init__(self, driver: Driver, evaluation: Evaluation, batch: Any) -> None:
         super().__init__(lambda name: self.meet(communicates=True))
         self._driver, self._evaluation, self._met = driver, evaluation, False
-        self.batch = batch
+        self.batch: Any = batch
         """The batch of this rank or, if it has none, that of another rank; `NONE` without need for one."""
-        self.communicates = False
+        self.communicates: bool = False
         """Whether the computation needs all ranks."""
 
     def meet(self, *, communicates: bool) -> None:
