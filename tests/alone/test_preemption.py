@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-import pty
 import signal
 import sys
 import threading
@@ -279,46 +278,6 @@ def test_a_signal_to_the_whole_group_leaves_the_workers_alone_that_the_step_stil
     assert process.ended() == 128 + number, process.said()
     assert "Traceback" not in process.said()
     assert step_of_newest(tmp_path / "run") == 5
-
-
-def in_terminal(terminal: str, directory: Path) -> None:
-    """Train with a terminal that this process controls, and with all that is written there."""
-    file = os.open(terminal, os.O_RDWR)  # the process leads a session without a terminal
-    for number in (0, 1, 2):
-        os.dup2(file, number)
-    main(directory, "outside", signal.SIGHUP)
-
-
-def test_a_terminal_that_closes_ends_the_step_saves_and_the_run_continues(tmp_path: Path, whole: dict[str, Any]) -> None:
-    directory, (screen, end) = tmp_path / "run", pty.openpty()
-    directory.mkdir()
-    process = forked.start(in_terminal, os.ttyname(end), directory, output=tmp_path / "output.txt")
-    shown = ""
-    while "ready" not in shown:
-        shown += os.read(screen, 4096).decode()
-    os.close(end)
-    os.close(screen)  # the system sends SIGHUP, and what is written from now on is an error
-    assert process.ended() == 128 + signal.SIGHUP
-    assert outcome(directory) == {"kind": "preempted", "reason": "signal SIGHUP"}
-    assert first_difference(final(directory), whole) is None
-
-
-def test_a_second_hangup_does_not_end_the_step(tmp_path: Path) -> None:
-    process = started(tmp_path / "run", "twice", signal.SIGHUP)
-    assert process.ended() == 128 + signal.SIGHUP
-    assert (tmp_path / "run" / "after the second").exists()
-    assert step_of_newest(tmp_path / "run") == 8
-
-
-def test_a_hangup_that_is_ignored_as_under_nohup_stays_ignored(tmp_path: Path) -> None:
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        hangup = on(Callback.on_step_end, at=1)(lambda run: os.kill(os.getpid(), signal.SIGHUP))
-        run = tiny_run(directory=tmp_path, steps=2, callbacks=[Checkpoint(), hangup])
-        assert run.outcome is not None
-        assert run.outcome.kind == "finished"
-    finally:
-        signal.signal(signal.SIGHUP, before)
 
 
 def test_with_on_signal_false_a_signal_does_what_it_always_did(tmp_path: Path) -> None:

@@ -112,8 +112,9 @@ def test_saves_that_ranks_ask_for_at_different_steps_are_all_done(tmp_path: Path
                 run.save(f"by rank {rank()}")
 
         writes = Checkpoint("1000 steps", background=False)
-        run = trainer(loader(48), max_steps=8, callbacks=[ask, writes], directory=tmp_path).fit()
-        return [one.data["step"] for one in run.decisions if one.what == "saved"], weights_of(run).tolist()
+        one = trainer(loader(48), max_steps=8, callbacks=[ask, writes], directory=tmp_path)
+        decisions = one.fit().decisions
+        return [decision.data["step"] for decision in decisions if decision.what == "saved"], weights_of(one).tolist()
 
     (first, weights), (_, same) = on_ranks(saving)
     assert first == [3, 5, 8]
@@ -464,8 +465,9 @@ def change_rate(run: Run) -> None:
 
 
 def change_weight(run: Run) -> None:
+    model: Any = run.model
     with torch.no_grad():
-        local(run.model[2].inner.weight).mul_(1.001)
+        local(model[2].inner.weight).mul_(1.001)
 
 
 @pytest.mark.parametrize("name", DIGESTS)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from sys import maxsize
@@ -152,7 +152,8 @@ class Digest:
         weights = dict(session.module.named_parameters()) if session.driver.copies else {}
         sums = ArrivingNumbers([_sum_of_bits(local(weight)) for weight in weights.values()])
         self._names = ([f"the learning rate of group {number}" for number in range(len(groups))], [*weights])
-        self._numbers = rates.view(torch.int64).tolist(), sums
+        bits: list[int] = rates.view(torch.int64).tolist()
+        self._numbers: tuple[Iterable[int], Iterable[int]] = bits, sums
 
     def compare(self) -> None:
         """Report what differs over the ranks. Every rank must call this."""
@@ -184,8 +185,9 @@ def _sum_of_bits(weight: Tensor) -> Tensor:
     flat = weight.contiguous().reshape(-1).view(torch.uint8)
     if flat.storage_offset() % 8:
         flat = flat.clone()
-    words = len(flat) - len(flat) % 8  # sums of whole words of 8 bytes are limited by the memory alone
-    return (flat[:words].view(torch.int64).sum() + flat[words:].sum(dtype=torch.int64)) >> 1
+    rest = len(flat) % 8  # sums of 8 bytes at a time are limited by the memory alone
+    most = len(flat) - rest
+    return (flat[:most].view(torch.int64).sum() + flat[most:].sum(dtype=torch.int64)) >> 1
 
 
 def restore(session: Session, loaded: Loaded, *, strict: bool = False) -> None:

@@ -233,7 +233,7 @@ class Driver(ABC):
             check_can_materialize(model)
 
     def keep_dumps(self, directory: Path) -> None:  # noqa: B027  # most write none
-        """Write what is recorded of collectives, after a failure, to this directory."""
+        """Write the records of collectives to this directory after a failure."""
 
     def check_trainable(self, model: nn.Module) -> None:  # noqa: B027  # most train all layers
         """Raise `ValueError` if a layer of `model` cannot be trained with this driver."""

@@ -124,7 +124,7 @@ class FsdpDriver(GroupDriver):
             apart = "" if self.tensor_parallel == 1 else " that do not compute together"
             raise ValueError(f"replicas must divide the number of ranks{apart}, which is {ranks}; got {replicas!r}")
         self.replicas: int = replicas
-        self.copies = self.copies and replicas > 1
+        self.copies: bool = self.copies and replicas > 1
         if self._ranks is not None and tuple(self._ranks.mesh.shape) != self._shape:
             raise ValueError(f"replicas={replicas} contradicts the mesh of TensorParallel, {self._ranks}. Leave it out.")
         self.param_dtype: str | None = param_dtype

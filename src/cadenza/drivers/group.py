@@ -164,7 +164,7 @@ class GroupDriver(Driver):
         self._hosts = self._shared("group", self._new_group)
         self._own.append(self._hosts)
         if self._limits["start"] != self._limits["step"]:
-            self.after_start = partial(self._limit, "step")
+            self.after_start: Callable[[], object] | None = partial(self._limit, "step")
         self._tree: Tree | None = self._shared("tree", self._new_tree) if self.world_size >= _TREE_FROM else None
         self._of_data: dict[tuple[int, ...], Any] = {}
         self.to_device: Mover = Mover(self.device)

@@ -97,18 +97,22 @@ class FirstBatch(BeforeCollectives):
     def __init__(self, driver: Driver, evaluation: Evaluation, batch: Any) -> None:
         super().__init__(lambda name: self.meet(communicates=True))
         self._driver, self._evaluation, self._met = driver, evaluation, False
-        self.batch = batch
+        self.batch: Any = batch
         """The batch of this rank or, if it has none, that of another rank; `NONE` without need for one."""
-        self.communicates = False
+        self.communicates: bool = False
         """Whether the computation needs all ranks."""
 
     def meet(self, *, communicates: bool) -> None:
         """Exchange which ranks have a batch, and whether the computation communicates. Every rank must call this."""
         if self._met:
             return
-        self._met, driver, has = True, self._driver, self.batch is not NONE
+        self._met = True
+        driver = self._driver
+        has = self.batch is not NONE
         flags = driver.reduce(torch.tensor([communicates, not has, driver.rank if has else -1]), "max")
-        self.communicates, lacks, source = bool(flags[0]), bool(flags[1]), int(flags[2])
+        self.communicates = bool(flags[0])
+        lacks = bool(flags[1])
+        source = int(flags[2])
         if source < 0:
             raise _no_batch(self._evaluation)
         if self.communicates and lacks:

@@ -109,7 +109,8 @@ class MetricTally:
 
     def _computed(self, prefix: str, metric: Any, shards: Sequence[int] | None) -> list[tuple[str, float]]:
         """Return the results of a metric. If only these shards have batches, torchmetrics reduces over their ranks alone."""
-        driver, part = self._driver, None if getattr(metric, "reduces_itself", False) else shards
+        driver = self._driver
+        part = None if getattr(metric, "reduces_itself", False) else shards
 
         def numbers() -> list[tuple[str, float]]:
             return [*_numbers(prefix, metric.compute())]
@@ -128,7 +129,8 @@ class MetricTally:
         return [shard for shard, has_batches in enumerate(driver.gather_data(has)) if has_batches]
 
     def _update_on_main(self) -> None:
-        driver, gathered = self._driver, self._gathered
+        driver = self._driver
+        gathered = self._gathered
 
         def update_with(arriving: Iterator[Any]) -> None:
             for given in arriving:

@@ -434,7 +434,8 @@ def _end(session: Session, kind: object, raised: BaseException | None, traceback
     """Write the outcome of a run. If an error of another rank ended it, raise that rank's error."""
     ended = raised
     if session.outcome is not None and session.sync.together:  # all ranks have come to their end
-        ended = session.driver.error_at_end(raised)
+        exits = isinstance(raised, SystemExit)  # which is no error: the others end as they do
+        ended = session.driver.error_at_end(None if exits else raised) or raised
     if ended is not None or session.sync.requests.back is not None:
         session.module_flags.rewind()
     if ended is None:

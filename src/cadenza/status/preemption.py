@@ -150,7 +150,7 @@ def _outlive_workers() -> None:
 
 
 def _write_nowhere(terminals: list[int]) -> None:
-    """Replace terminals that are gone: what is written there would raise an error before the run is saved."""
+    """Replace terminals that are gone: output would raise an error before the run is saved."""
     for number in terminals:
         if not os.isatty(number):
             with open(os.devnull, "wb") as nowhere:
