@@ -84,8 +84,8 @@ class Trainer(Recipe):
         step_fn: Instead of `compute_loss`: ``step_fn(run, batch)`` does the whole step with ``run.backward`` and
             ``run.update``, and returns the loss to report, or a mapping with it.
         compile: Compile the model, in place, for training and evaluation: True, a mode such as ``"reduce-overhead"`` (CUDA
-            graphs), or a dict of arguments of ``torch.compile``. ``"step"`` compiles each step as a whole, with the update. With ``"regions": [Block]`` in it, only these modules, each
-            alone. Graph breaks are reported after the first step.
+            graphs), or a dict of arguments of ``torch.compile``. With ``"regions": [Block]`` in it, only these modules, each
+            alone. Graph breaks are reported after the first step. ``"step"`` compiles the whole step, with the update, instead.
         debug_ranks: Compare each collective over the ranks before it runs, and name in an error, within 10 seconds, the ranks
             that call another one or none; and in a warning one that is slow. A number gives the seconds. Steps get slower.
 

@@ -1,9 +1,9 @@
 """`Trainer(compile="step")`: forward and backward pass, clipping and update of a step as one compiled function.
 
-A `CompiledStep` stands where the loop calls ``compute_loss``. In the last batch of a step it updates the weights at once, and the
-backward pass and the update that follow have nothing left to do. In the other batches it computes the gradients, and the backward
-pass adds them. The state stays in the parameters, the buffers, ``parameter.grad`` and ``optimizer.state``, so each step may
-run compiled or not.
+A `CompiledStep` is called in place of ``compute_loss``. In the last batch of a step it updates the weights at once, and the
+backward pass and the update that follow have nothing left to do. In the other batches it computes the gradients, and the
+backward pass adds them. The state stays in the parameters, the buffers, ``parameter.grad`` and ``optimizer.state``, so each
+step may run compiled or not.
 """
 
 from __future__ import annotations
@@ -124,15 +124,13 @@ def notes(hooks: Hooks) -> Iterator[str]:
         "uncompiled steps"
     )
     for listener in _splitting(hooks):
+        listens = f"compile: {listener.owner} listens to {listener.moment.__name__}"
         if listener.schedule is None:
-            yield (
-                f"! compile: {listener.owner} listens to {listener.moment.__name__} in each step, so all steps run uncompiled, at "
-                "the full cost of a step. Remove it, or give it a schedule"
-            )
+            yield f"! {listens} in each step, so every step runs uncompiled. Remove it, or give it a schedule"
         else:
             yield (
-                f"compile: {listener.owner} listens to {listener.moment.__name__} {listener.schedule}: such a step runs uncompiled, "
-                "at the full cost of a step. Without this callback, results differ by rounding"
+                f"{listens} {listener.schedule}: such a step runs uncompiled, at its full cost. Without this callback, results "
+                "differ by rounding"
             )
 
 
@@ -162,10 +160,8 @@ class CompiledStep(BackwardPass):
         self.plain: Callable[[nn.Module, Any], Any] = session.compute
         self.__wrapped__ = session.compute  # for `inspect.unwrap`
         self._on_cuda = session.driver.device.type == "cuda"
-        # A copy of the code: torch counts compilations by code object, over all runs of a process.
-        own = FunctionType(_step.__code__.replace(), _step.__globals__)
-        self._compiled: Callable[..., Any] = torch.compile(own, fullgraph=True, **_with_options(options, self._on_cuda))
-        self._kinds: set[tuple[bool, bool]] = set()  # that are compiled
+        self._options = _with_options(options, self._on_cuda)
+        self._graphs: dict[Any, Callable[..., Any]] = {}  # by all that guards do not check; see `_needed`
         self._is_off = False  # whether no further step is compiled
         self._said: set[str] = set()
         self._groups: list[Group] = []
@@ -173,6 +169,8 @@ class CompiledStep(BackwardPass):
         self._held: list[Tensor] = []  # the parameters of the optimizers
         self._flags: list[bool] = []  # whether each is trained
         self._trained: list[Tensor] = []
+        self._parameters: list[Tensor] = []  # of the groups: first those that have gradients
+        self._structure: Any = None  # of the groups
         self._rates: list[float] = []  # the numbers in the groups
         self._layout: Any = None
         self._settings: Any = None
@@ -212,17 +210,16 @@ class CompiledStep(BackwardPass):
 
     def _computed(self, model: nn.Module, batch: Any) -> Any:
         """Return the outputs of a batch, by the compiled function."""
-        session, window, groups = self._session, self._session.step.window, self._groups
-        whole = window.seen == window.size and len(window.losses) == window.size - 1 and not window.weights
-        parameters = [*_parameters_of(groups), *_unused_in(groups)]
-        before = [parameter.grad for parameter in parameters] if whole and window.size > 1 else None
+        window, size = self._session.step.window, self._session.step.window.size
+        whole = window.seen == size and len(window.losses) == size - 1 and not window.weights
+        parameters = self._parameters
+        before = [parameter.grad for parameter in parameters] if whole and size > 1 else None
         clips = self._clips() if whole else []
-        clipped = [
-            (clip.function, clip.max_norm, clip.norm_type, clip.chosen and [id(p) in clip.chosen for p in parameters])
-            for clip in clips
-        ]
-        given = self.plain, model, batch, groups, clipped, before, 1.0 / window.size, whole, self._on_cuda
-        result = self._called(given, (whole, before is None))
+        clipped = [(clip.function, clip.max_norm, clip.norm_type, self._chosen(clip)) for clip in clips]
+        has = before and [gradient is not None for gradient in before]
+        key = self._structure, whole, size, str(has), str(clipped)
+        given = self.plain, model, batch, self._groups, clipped, before, 1.0 / size, whole, self._on_cuda
+        result = self._called(key, given)
         if result is None:
             return self.plain(model, batch)
         outputs, gradients, norms = result
@@ -237,28 +234,35 @@ class CompiledStep(BackwardPass):
         for parameter in parameters if before is not None else ():
             parameter.grad = None
         for clip, norm in zip(clips, norms, strict=True):
-            clip.note(session.run, norm)
+            clip.note(self._session.run, norm)
         return outputs
 
-    def _called(self, given: tuple[Any, ...], kind: tuple[bool, bool]) -> Any:
+    def _chosen(self, clip: Clip) -> list[bool] | None:
+        return None if clip.chosen is None else [id(parameter) in clip.chosen for parameter in self._parameters]
+
+    def _called(self, key: Any, given: tuple[Any, ...]) -> Any:
         """Return the results of the compiled function; None if it cannot be compiled. Nothing is computed then."""
-        if kind in self._kinds:
+        graph = self._graphs.get(key)
+        if graph is not None:
             try:
-                return self._compiled(*given)
+                return graph(*given)
             except _dynamo_error():  # another graph is needed, such as after a change of the model
                 pass
+        else:
+            # A copy of the code, by which torch finds graphs: of other runs and keys, too.
+            own = FunctionType(_step.__code__.replace(), _step.__globals__)
+            graph = torch.compile(own, fullgraph=True, **self._options)
         session, began = self._session, time.perf_counter()
         session.print(f"compile: step {session.progress.step + 1} is compiled now, which takes seconds to minutes")
+        settings = {"trace_autograd_ops": True, "skip_nnmodule_hook_guards": False, "automatic_dynamic_shapes": False}
         try:
-            with torch._dynamo.config.patch(
-                trace_autograd_ops=True, skip_nnmodule_hook_guards=False, automatic_dynamic_shapes=False
-            ):
-                result = self._compiled(*given)
+            with torch._dynamo.config.patch(settings):
+                result = graph(*given)
         except _dynamo_error() as error:
             self._is_off = True
-            self._say(f"the step cannot be compiled: {' '.join(str(error).split(chr(10))[:2])}")
+            self._say(f"the step cannot be compiled: {' '.join(str(error).splitlines()[:2])}")
             return None
-        self._kinds.add(kind)
+        self._graphs[key] = graph
         session.print(f"compile: it took {duration(time.perf_counter() - began)}")
         return result
 
@@ -291,11 +295,13 @@ class CompiledStep(BackwardPass):
     def _is_split(self) -> bool:
         """Return whether a listener is called inside of the step."""
         hooks, progress = self._session.hooks, self._session.progress
-        listeners = list(_splitting(hooks))
+        if any(_is_near(listener, progress) for listener in _splitting(hooks)):
+            return True
         if progress.max_tokens is not None:  # a warm-up may count tokens, which the end of the batch counts
             inside = hooks.by_moment.get(Callback.on_before_optimizer_step, ())
-            listeners += [item for item in inside if not hasattr(hooks.callbacks[item.owner], "in_graph")]
-        return any(_is_near(listener, progress) for listener in listeners)
+            others = (item for item in inside if not hasattr(hooks.callbacks[item.owner], "in_graph"))
+            return any(_is_near(listener, progress) for listener in others)
+        return False
 
     def _why_not(self, batch: Any) -> str | None:
         """Return why a step that no listener splits is not compiled; None if it is. Empty: there is no state to update yet."""
@@ -358,6 +364,9 @@ class CompiledStep(BackwardPass):
         settings_now = [group.settings for group in self._groups]
         self._changes += self._settings is not None and settings_now != self._settings
         self._settings, self._rates = settings_now, []
+        self._parameters = [*_parameters_of(self._groups), *_unused_in(self._groups)]
+        shapes = [(group.decoupled, len(group.parameters), len(group.unused), len(group.state)) for group in self._groups]
+        self._structure = str((shapes, settings_now, self._flags))
         return bool(self._groups)
 
     def _see(self, holder: Mapping[Any, Any], *keys: Any) -> None:
@@ -368,7 +377,9 @@ class CompiledStep(BackwardPass):
         session, rates = self._session, list[Any]()
         for index, optimizer in enumerate(session.optimizers):
             factor = session.rates.factor(index, session.progress.step + 1)
-            rates += [group["lr"] * factor for group in optimizer.param_groups if any(held.requires_grad for held in group["params"])]
+            rates += [
+                group["lr"] * factor for group in optimizer.param_groups if any(held.requires_grad for held in group["params"])
+            ]
         if rates != self._rates or any(isinstance(rate, Tensor) for rate in rates):
             self._rates = rates
             for group, rate in zip(self._groups, rates, strict=True):
@@ -456,13 +467,19 @@ def _with_options(options: Mapping[str, Any], on_cuda: bool) -> dict[str, Any]:
         return dict(options)
     chosen: dict[str, Any] = {"guard_filter_fn": _needed}
     if options.get("backend", "inductor") == "inductor":
-        chosen |= {"triton.cudagraphs": True} if on_cuda else {}
+        chosen |= {"size_asserts": False, "triton.cudagraphs": on_cuda}
     return {**options, "options": {**chosen, **options.get("options", {})}}
 
 
 def _needed(guards: Sequence[Any]) -> list[bool]:
-    """Return which of torch's guards are checked: not those of the names in this module, which nothing changes."""
-    return [not guard.is_global or guard.name.startswith("G['__import_") for guard in guards]
+    """Return which of torch's guards are checked: those of the model, the forward pass, the batch, and what they use.
+
+    The key of a graph has all else: see `CompiledStep._computed`.
+    """
+    return [not guard.name or guard.name.startswith(_GUARDED) for guard in guards]
+
+
+_GUARDED = ("L['model']", "L['compute']", "L['batch']", "G['__import_")
 
 
 # -- the compiled function -------------------------------------------------------------------------
@@ -545,7 +562,7 @@ def _update_group(
 ) -> None:
     settings = group.settings
     if not group.decoupled and (decay := settings["weight_decay"]):
-        # Not by torch's functions: inductor of torch 2.13 makes addmm of `mm.add(parameter, alpha=decay)`, and loses the factor.
+        # Not by torch's function: inductor of torch 2.13 makes addmm of `mm.add(parameter, alpha=decay)`, without the factor.
         decay = -decay if settings["maximize"] else decay
         gradients = [gradient + parameter * decay for parameter, gradient in zip(parameters, gradients, strict=True)]
         settings = {**settings, "weight_decay": 0.0}
