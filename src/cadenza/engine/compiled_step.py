@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from types import FunctionType
 from typing import Any, NamedTuple, TypeVar
 from weakref import proxy
@@ -23,12 +24,12 @@ from torch.utils import _pytree as pytree
 
 from cadenza.drivers.base import Driver
 from cadenza.engine.session import Session
-from cadenza.hooks.dispatch import Hooks
+from cadenza.hooks.dispatch import Closer, Hooks
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
 from cadenza.optim import stepping
 from cadenza.optim.parameters import parameters_of
-from cadenza.optim.precision import BackwardPass
+from cadenza.optim.precision import BackwardPass, Precision
 from cadenza.status.formats import counted, duration
 from cadenza.status.outputs import parts_of, scalar
 from cadenza.status.progress import Progress
@@ -166,8 +167,7 @@ class CompiledStep(BackwardPass):
         self._said: set[str] = set()
         self._groups: list[Group] = []
         self._seen: list[tuple[Any, Any, Any]] = []  # a mapping, a key, and the value for which the groups hold
-        self._held: list[Tensor] = []  # the parameters of the optimizers
-        self._flags: list[bool] = []  # whether each is trained
+        self._flags: list[bool] = []  # whether each parameter of the optimizers is trained
         self._trained: list[Tensor] = []
         self._parameters: list[Tensor] = []  # of the groups: first those that have gradients
         self._structure: Any = None  # of the groups
@@ -187,9 +187,11 @@ class CompiledStep(BackwardPass):
         check_optimizers(session.optimizers)
         own = cls(session, options)
         session.compute = own
-        session.precision.backward_pass, session.precision.take_step = own, own.step
+        precision = session.precision
+        precision.backward_pass, precision.take_step = own, own.step
+        session.acts.closers.append(Closer(None, partial(_put_back, precision)))
 
-    def __call__(self, *arguments: Any) -> Any:  # type: ignore[override]
+    def __call__(self, *arguments: Any) -> Any:
         """Compute a batch of the model; or, with a loss, add its gradients."""
         if isinstance(arguments[0], Tensor):
             return self._backward(*arguments)
@@ -216,8 +218,8 @@ class CompiledStep(BackwardPass):
         before = [parameter.grad for parameter in parameters] if whole and size > 1 else None
         clips = self._clips() if whole else []
         clipped = [(clip.function, clip.max_norm, clip.norm_type, self._chosen(clip)) for clip in clips]
-        has = before and [gradient is not None for gradient in before]
-        key = self._structure, whole, size, str(has), str(clipped)
+        has = None if before is None else tuple(gradient is not None for gradient in before)
+        key = self._structure, whole, size, has, *clipped
         given = self.plain, model, batch, self._groups, clipped, before, 1.0 / size, whole, self._on_cuda
         result = self._called(key, given)
         if result is None:
@@ -237,8 +239,8 @@ class CompiledStep(BackwardPass):
             clip.note(self._session.run, norm)
         return outputs
 
-    def _chosen(self, clip: Clip) -> list[bool] | None:
-        return None if clip.chosen is None else [id(parameter) in clip.chosen for parameter in self._parameters]
+    def _chosen(self, clip: Clip) -> tuple[bool, ...] | None:
+        return None if clip.chosen is None else tuple(id(parameter) in clip.chosen for parameter in self._parameters)
 
     def _called(self, key: Any, given: tuple[Any, ...]) -> Any:
         """Return the results of the compiled function; None if it cannot be compiled. Nothing is computed then."""
@@ -322,7 +324,7 @@ class CompiledStep(BackwardPass):
         if any(held._backward_hooks or held._post_accumulate_grad_hooks for held in self._trained):
             return "a parameter has a hook"
         if self._changes > MOST_CHANGES:
-            return f"the settings of the optimizer have changed {counted(self._changes, 'time')}, and each is compiled alone"
+            return f"a setting of the optimizer, other than the rate, has changed more than {counted(MOST_CHANGES, 'time')}"
         self._set_rates()
         return None
 
@@ -331,19 +333,21 @@ class CompiledStep(BackwardPass):
         for holder, key, value in self._seen:
             if holder.get(key) is not value:
                 return False
-        flags = [held.requires_grad for held in self._held]
+        flags = [held.requires_grad for held in parameters_of(self._session.optimizers)]  # a group may have been added
         return bool(self._groups) and flags == self._flags
 
     def _gather(self) -> bool:
         """Take the groups from the optimizers. Return whether each parameter that is used has its state."""
         self._groups, self._seen, start = [], [], 0
-        self._held = [*parameters_of(self._session.optimizers)]
-        self._flags = [held.requires_grad for held in self._held]
-        self._trained = [held for held in self._held if held.requires_grad]
+        held_by_all = [*parameters_of(self._session.optimizers)]
+        self._flags = [held.requires_grad for held in held_by_all]
+        self._trained = [held for held in held_by_all if held.requires_grad]
+        of_groups: list[dict[str, Any]] = []
         for optimizer in self._session.optimizers:
             self._see(vars(optimizer), "state", "param_groups")
             for group in optimizer.param_groups:
                 settings = {name: group[name] for name in _SETTINGS if name in group}
+                of_groups.append(settings)
                 self._see(group, "params", *settings)
                 numbered = [pair for pair in enumerate(group["params"], start) if pair[1].requires_grad]
                 start += len(group["params"])
@@ -361,12 +365,11 @@ class CompiledStep(BackwardPass):
                     rate = _new_rate(numbered[0][1].device)
                     state_by_name = [[state[name] for state in states] for name in names]
                     self._groups.append(Group(_decoupled(optimizer, group), used, unused, state_by_name, rate, settings))
-        settings_now = [group.settings for group in self._groups]
-        self._changes += self._settings is not None and settings_now != self._settings
-        self._settings, self._rates = settings_now, []
+        self._changes += self._settings is not None and of_groups != self._settings
+        self._settings, self._rates = of_groups, []
         self._parameters = [*_parameters_of(self._groups), *_unused_in(self._groups)]
         shapes = [(group.decoupled, len(group.parameters), len(group.unused), len(group.state)) for group in self._groups]
-        self._structure = str((shapes, settings_now, self._flags))
+        self._structure = str((shapes, of_groups, self._flags))
         return bool(self._groups)
 
     def _see(self, holder: Mapping[Any, Any], *keys: Any) -> None:
@@ -449,6 +452,11 @@ def _parameters_of(groups: Sequence[Group]) -> list[Tensor]:
 
 def _unused_in(groups: Sequence[Group]) -> list[Tensor]:
     return [parameter for group in groups for parameter in group.unused]
+
+
+def _put_back(precision: Precision) -> None:
+    """Let go of the compiled step: with bf16 it refers to the precision, and no garbage collection is needed to free a run."""
+    precision.backward_pass, precision.take_step = BackwardPass(), stepping.step
 
 
 def _new_rate(device: torch.device) -> Tensor:
@@ -553,7 +561,9 @@ def _update(groups: Sequence[Group], clips: Sequence[Any], gradients: list[Tenso
         start += len(own)
         has = [gradient is not None for gradient in own]
         state = [_split(tensors, has)[0] for tensors in group.state]
-        _update_group(group, _split(group.parameters, has)[0], _split(own, has)[0], state, foreach)
+        _update_group(
+            group, _split(group.parameters, has)[0], [gradient for gradient in own if gradient is not None], state, foreach
+        )
     return norms
 
 
@@ -567,14 +577,15 @@ def _update_group(
         gradients = [gradient + parameter * decay for parameter, gradient in zip(parameters, gradients, strict=True)]
         settings = {**settings, "weight_decay": 0.0}
     if group.decoupled is None:
-        momentum = state[0] if state else [None] * len(parameters)
-        names = ("momentum", "dampening", "weight_decay", "nesterov", "maximize")
+        momentum: list[Tensor | None] = [*state[0]] if state else [None] * len(parameters)
+        names = ["momentum", "dampening", "weight_decay", "nesterov", "maximize"]
+        rate: Any = group.rate
         # As one call: the other one reads the rate on the host.
-        sgd(parameters, gradients, momentum, foreach=True, lr=group.rate, **{name: settings[name] for name in names})
+        sgd(parameters, gradients, momentum, foreach=True, lr=rate, **{name: settings[name] for name in names})
         return
     steps, averages, squares, *largest = state
     in_double = [step.double() for step in steps]  # 1 - beta ** step has few digits in float32
-    names = ("weight_decay", "eps", "amsgrad", "maximize")
+    names = ["weight_decay", "eps", "amsgrad", "maximize"]
     adam(
         parameters,
         gradients,

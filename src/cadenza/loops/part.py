@@ -79,7 +79,8 @@ class Recipe:
 
     def __post_init__(self, compile: dict[str, Any] | None, notes: list[str]) -> None:
         is_step = compile is not None and compile.pop("step", False)
-        self._compile, self._compile_step = (None, compile) if is_step else (compile, None)
+        self._compile: dict[str, Any] | None = None if is_step else compile
+        self._compile_step: dict[str, Any] | None = compile if is_step else None
         self._notes, self._home = notes, working_directory()
         self._names_ranks_after_s = checked_debugging(self.debug_ranks)  # None: calls of the ranks are not compared
         self._facts: dict[str, Any] = {}  # what an adapter adds to the arguments that sinks get
