@@ -171,8 +171,8 @@ def test_outputs_weights_counts_and_skipped_batches_are_those_of_uncompiled_step
         seen.append([loss, window.seen, *numbers])
 
     def run(compile: Any) -> Run:
-        arguments = {"compute_loss": compute_loss, "precision": precision, "accumulate": 2, "callbacks": [skip, look]}
-        return trainer(epochs=3, compile=compile, **arguments).fit()
+        arguments: dict[str, Any] = {"compute_loss": compute_loss, "precision": precision, "callbacks": [skip, look]}
+        return trainer(epochs=3, accumulate=2, compile=compile, **arguments).fit()
 
     run_compiled = run(PLAIN)
     ours, seen = seen, []
@@ -287,7 +287,7 @@ def test_evaluations_and_hooks_compute_without_compilation(compiled: list[int]) 
     @on(Callback.on_step_end)
     def compute(run: Run) -> None:
         compute_loss = session_of(run).compute
-        losses.append(float(compute_loss(run.model, run.batch)["loss"]))
+        losses.append(compute_loss(run.model, run.batch)["loss"].item())
 
     run = trainer(steps=5, callbacks=[compute, Evaluate(batches(2), every=2)], compile=PLAIN).fit()
     assert compiled == [2, 3, 4, 5]

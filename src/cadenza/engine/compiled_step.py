@@ -90,7 +90,7 @@ class Group(NamedTuple):
 
 def check_arguments(driver: Driver, precision: str, *, own_step: bool) -> None:
     """Raise `ValueError` for arguments of a trainer with which no step can be compiled as a whole."""
-    import torch._dynamo.config  # here, as it takes seconds
+    import torch._dynamo.exc  # here, as it takes seconds
 
     reason = None
     if own_step:
@@ -159,7 +159,7 @@ class CompiledStep(BackwardPass):
         super().__init__()
         self._session: Session = proxy(session)  # which holds this
         self.plain: Callable[[nn.Module, Any], Any] = session.compute
-        self.__wrapped__ = session.compute  # for `inspect.unwrap`
+        self.__wrapped__: Callable[..., Any] = session.compute  # for `inspect.unwrap`
         self._on_cuda = session.driver.device.type == "cuda"
         self._options = _with_options(options, self._on_cuda)
         self._graphs: dict[Any, Callable[..., Any]] = {}  # by all that guards do not check; see `_needed`
@@ -193,9 +193,7 @@ class CompiledStep(BackwardPass):
 
     def __call__(self, *arguments: Any) -> Any:
         """Compute a batch of the model; or, with a loss, add its gradients."""
-        if isinstance(arguments[0], Tensor):
-            return self._backward(*arguments)
-        return self._compute(*arguments)
+        return (self._backward if isinstance(arguments[0], Tensor) else self._compute)(*arguments)
 
     def _compute(self, model: nn.Module, batch: Any) -> Any:
         session = self._session
@@ -220,8 +218,8 @@ class CompiledStep(BackwardPass):
         clipped = [(clip.function, clip.max_norm, clip.norm_type, self._chosen(clip)) for clip in clips]
         has = None if before is None else tuple(gradient is not None for gradient in before)
         key = self._structure, whole, size, has, *clipped
-        given = self.plain, model, batch, self._groups, clipped, before, 1.0 / size, whole, self._on_cuda
-        result = self._called(key, given)
+        others = clipped, before, 1.0 / size, whole, self._on_cuda
+        result = self._called(key, (self.plain, model, batch, self._groups, others))
         if result is None:
             return self.plain(model, batch)
         outputs, gradients, norms = result
@@ -248,7 +246,7 @@ class CompiledStep(BackwardPass):
         if graph is not None:
             try:
                 return graph(*given)
-            except _dynamo_error():  # another graph is needed, such as after a change of the model
+            except torch._dynamo.exc.TorchDynamoException:  # another graph is needed, such as after a change of the model
                 pass
         else:
             # A copy of the code, by which torch finds graphs: of other runs and keys, too.
@@ -260,7 +258,7 @@ class CompiledStep(BackwardPass):
         try:
             with torch._dynamo.config.patch(settings):
                 result = graph(*given)
-        except _dynamo_error() as error:
+        except torch._dynamo.exc.TorchDynamoException as error:
             self._is_off = True
             self._say(f"the step cannot be compiled: {' '.join(str(error).splitlines()[:2])}")
             return None
@@ -463,12 +461,6 @@ def _new_rate(device: torch.device) -> Tensor:
     return torch.zeros((), dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
 
 
-def _dynamo_error() -> type[Exception]:
-    from torch._dynamo.exc import TorchDynamoException  # here, as it takes seconds
-
-    return TorchDynamoException
-
-
 def _with_options(options: Mapping[str, Any], on_cuda: bool) -> dict[str, Any]:
     """Return arguments of ``torch.compile``: with CUDA graphs, and fewer checks before each call."""
     if "mode" in options:
@@ -493,33 +485,22 @@ _GUARDED = ("L['model']", "L['compute']", "L['batch']", "G['__import_")
 # -- the compiled function -------------------------------------------------------------------------
 
 
-def _step(
-    compute: Callable[[nn.Module, Any], Any],
-    model: nn.Module,
-    batch: Any,
-    groups: Sequence[Group],
-    clips: Sequence[Any],
-    before: Sequence[Tensor | None] | None,
-    scale: float,
-    whole: bool,
-    foreach: bool,
-) -> tuple[dict[str, Any], Sequence[Tensor | None] | None, list[Tensor]]:
-    """Compute a batch. With `whole`, clip the gradients and update the weights; else return the gradients.
+def _step(compute: Any, model: nn.Module, batch: Any, groups: Sequence[Group], others: tuple[Any, ...]) -> tuple[Any, Any, Any]:
+    """Compute a batch. If it is the last one of its step, clip the gradients and update the weights.
 
     Args:
         compute: The forward pass.
         model: The model.
         batch: The batch.
         groups: The parameter groups.
-        clips: For each clipping: function, norm, order of the norm, and which parameters it takes.
-        before: The gradients of the other batches of the step; None if it has one batch.
-        scale: The loss scale of the batch.
-        whole: Whether it is the last batch of the step.
-        foreach: Whether the update takes all tensors at once.
+        others: For each clipping the function, the norm, the order of the norm, and which parameters it takes; the gradients of
+            the other batches of the step, or None if it has one batch; the loss scale of the batch; whether it is the last one;
+            and whether the update takes all tensors at once.
 
     Returns:
-        The outputs, the gradients, and the norms of the clippings.
+        The outputs; the gradients, or None if the weights are updated; and the norms of the clippings.
     """
+    clips, before, scale, whole, foreach = others
     result = compute(model, batch)
     outputs = {"loss": result} if isinstance(result, Tensor) else dict(parts_of(result))
     loss = scalar(outputs["loss"])
@@ -545,61 +526,41 @@ def _sum(gradient: Tensor | None, before: Tensor | None, scale: float) -> Tensor
     return scaled if before is None else before + scaled
 
 
-def _update(groups: Sequence[Group], clips: Sequence[Any], gradients: list[Tensor | None], foreach: bool) -> list[Tensor]:
+def _update(groups: Sequence[Group], clips: Sequence[Any], gradients: list[Any], foreach: bool) -> list[Tensor]:
     """Clip the gradients, and update the weights with torch's own functions. Return the norms."""
-    norms = []
+    norms, start = [], 0
     for function, max_norm, norm_type, chosen in clips:
         takes = [gradient is not None and (chosen is None or chosen[index]) for index, gradient in enumerate(gradients)]
-        norm, factor = function(
-            [gradient for gradient, is_taken in zip(gradients, takes, strict=True) if is_taken], max_norm, norm_type
-        )
+        norm, factor = function(_split(gradients, takes)[0], max_norm, norm_type)
         gradients = [gradient * factor if is_taken else gradient for gradient, is_taken in zip(gradients, takes, strict=True)]
         norms.append(norm)
-    start = 0
     for group in groups:
         own = gradients[start : start + len(group.parameters)]
         start += len(own)
         has = [gradient is not None for gradient in own]
-        state = [_split(tensors, has)[0] for tensors in group.state]
-        _update_group(
-            group, _split(group.parameters, has)[0], [gradient for gradient in own if gradient is not None], state, foreach
-        )
+        parameters, own, *state = (_split(values, has)[0] for values in (group.parameters, own, *group.state))
+        settings = dict(group.settings)
+        if not group.decoupled and settings["weight_decay"]:
+            # Not by torch's function: inductor of 2.13 makes addmm of `mm.add(parameter, alpha=decay)`, without the factor.
+            decay = settings["weight_decay"] * (-1 if settings["maximize"] else 1)
+            own = [gradient + parameter * decay for parameter, gradient in zip(parameters, own, strict=True)]
+            settings["weight_decay"] = 0.0
+        if group.decoupled is None:
+            # With foreach: the other function reads the rate on the host.
+            settings |= {"foreach": True, "lr": group.rate}
+            sgd(parameters, own, state[0] if state else [None] * len(own), **settings)
+        else:
+            _update_adam(group, settings, parameters, own, *state, foreach=foreach)
     return norms
 
 
-def _update_group(
-    group: Group, parameters: list[Tensor], gradients: list[Tensor], state: list[list[Tensor]], foreach: bool
+def _update_adam(
+    group: Group, settings: dict[str, Any], parameters: Any, gradients: Any, steps: Any, *state: Any, foreach: bool
 ) -> None:
-    settings = group.settings
-    if not group.decoupled and (decay := settings["weight_decay"]):
-        # Not by torch's function: inductor of torch 2.13 makes addmm of `mm.add(parameter, alpha=decay)`, without the factor.
-        decay = -decay if settings["maximize"] else decay
-        gradients = [gradient + parameter * decay for parameter, gradient in zip(parameters, gradients, strict=True)]
-        settings = {**settings, "weight_decay": 0.0}
-    if group.decoupled is None:
-        momentum: list[Tensor | None] = [*state[0]] if state else [None] * len(parameters)
-        names = ["momentum", "dampening", "weight_decay", "nesterov", "maximize"]
-        rate: Any = group.rate
-        # As one call: the other one reads the rate on the host.
-        sgd(parameters, gradients, momentum, foreach=True, lr=rate, **{name: settings[name] for name in names})
-        return
-    steps, averages, squares, *largest = state
     in_double = [step.double() for step in steps]  # 1 - beta ** step has few digits in float32
-    names = ["weight_decay", "eps", "amsgrad", "maximize"]
-    adam(
-        parameters,
-        gradients,
-        averages,
-        squares,
-        largest[0] if largest else [],
-        in_double,
-        foreach=foreach,
-        capturable=True,  # steps and rate stay tensors
-        decoupled_weight_decay=group.decoupled,
-        beta1=settings["betas"][0],
-        beta2=settings["betas"][1],
-        lr=group.rate,
-        **{name: settings[name] for name in names},
-    )
+    averages, squares, largest = state if settings["amsgrad"] else (*state, [])
+    settings["beta1"], settings["beta2"] = settings.pop("betas")
+    settings |= {"capturable": True, "decoupled_weight_decay": group.decoupled}  # capturable: steps and rate stay tensors
+    adam(parameters, gradients, averages, squares, largest, in_double, foreach=foreach, lr=group.rate, **settings)
     for step in steps:
         step.add_(1)
