@@ -18,6 +18,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+import torch._dynamo  # before the threads, which would import it at once
 from torch import Tensor, nn
 
 from cadenza import Callback, Run, Trainer, on

@@ -85,12 +85,12 @@ class Group(NamedTuple):
     settings: dict[str, Any]
 
 
-# -- what is refused, and what the plan says -------------------------------------------------------
+# -- checks of the arguments, and lines of the plan -------------------------------------------------
 
 
 def check_arguments(driver: Driver, precision: str, *, own_step: bool) -> None:
     """Raise `ValueError` for arguments of a trainer with which no step can be compiled as a whole."""
-    import torch._dynamo.exc  # here, as it takes seconds
+    import torch._dynamo  # here, as it takes seconds
 
     reason = None
     if own_step:
@@ -119,7 +119,7 @@ def check_optimizers(optimizers: Sequence[Optimizer]) -> None:
 
 
 def notes(hooks: Hooks) -> Iterator[str]:
-    """Yield the lines of a plan: what is compiled, and which listeners split steps."""
+    """Yield the lines of a plan: the parts of the graph, and the listeners that split steps."""
     yield (
         "compile: forward pass, backward pass, clipping and update are one graph, which rounds differently (about 1e-6) than "
         "uncompiled steps"
