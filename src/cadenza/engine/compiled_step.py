@@ -188,18 +188,23 @@ class CompiledStep(BackwardPass):
         own = cls(session, options)
         session.compute = own
         precision = session.precision
-        precision.backward_pass, precision.take_step = own, own.step
+        precision.backward_pass = own
+        precision.take_step = own.step
         session.acts.closers.append(Closer(None, partial(_put_back, precision)))
 
     def __call__(self, *arguments: Any) -> Any:
         """Compute a batch of the model; or, with a loss, add its gradients."""
-        return (self._backward if isinstance(arguments[0], Tensor) else self._compute)(*arguments)
+        if isinstance(arguments[0], Tensor):
+            return self._backward(*arguments)
+        return self._compute(*arguments)
 
     def _compute(self, model: nn.Module, batch: Any) -> Any:
         session = self._session
         if session.step.counted or session.hooks.scene.listener is not None or not torch.is_grad_enabled():
             return self.plain(model, batch)
-        self._loss, self._gradients, self._is_updated = None, [], False
+        self._loss = None
+        self._gradients = []
+        self._is_updated = False
         if self._is_off or session.progress.step == 0 or self._is_split():
             return self.plain(model, batch)
         if (why := self._why_not(batch)) is not None:
@@ -210,7 +215,8 @@ class CompiledStep(BackwardPass):
 
     def _computed(self, model: nn.Module, batch: Any) -> Any:
         """Return the outputs of a batch, by the compiled function."""
-        window, size = self._session.step.window, self._session.step.window.size
+        window = self._session.step.window
+        size = window.size
         whole = window.seen == size and len(window.losses) == size - 1 and not window.weights
         parameters = self._parameters
         before = [parameter.grad for parameter in parameters] if whole and size > 1 else None
@@ -252,7 +258,8 @@ class CompiledStep(BackwardPass):
             # A copy of the code, by which torch finds graphs: of other runs and keys, too.
             own = FunctionType(_step.__code__.replace(), _step.__globals__)
             graph = torch.compile(own, fullgraph=True, **self._options)
-        session, began = self._session, time.perf_counter()
+        session = self._session
+        began = time.perf_counter()
         session.print(f"compile: step {session.progress.step + 1} is compiled now, which takes seconds to minutes")
         settings = {"trace_autograd_ops": True, "skip_nnmodule_hook_guards": False, "automatic_dynamic_shapes": False}
         try:
@@ -294,7 +301,8 @@ class CompiledStep(BackwardPass):
 
     def _is_split(self) -> bool:
         """Return whether a listener is called inside of the step."""
-        hooks, progress = self._session.hooks, self._session.progress
+        hooks = self._session.hooks
+        progress = self._session.progress
         if any(_is_near(listener, progress) for listener in _splitting(hooks)):
             return True
         if progress.max_tokens is not None:  # a warm-up may count tokens, which the end of the batch counts
@@ -336,7 +344,9 @@ class CompiledStep(BackwardPass):
 
     def _gather(self) -> bool:
         """Take the groups from the optimizers. Return whether each parameter that is used has its state."""
-        self._groups, self._seen, start = [], [], 0
+        self._groups = []
+        self._seen = []
+        start = 0
         held_by_all = [*parameters_of(self._session.optimizers)]
         self._flags = [held.requires_grad for held in held_by_all]
         self._trained = [held for held in held_by_all if held.requires_grad]
@@ -364,7 +374,8 @@ class CompiledStep(BackwardPass):
                     state_by_name = [[state[name] for state in states] for name in names]
                     self._groups.append(Group(_decoupled(optimizer, group), used, unused, state_by_name, rate, settings))
         self._changes += self._settings is not None and of_groups != self._settings
-        self._settings, self._rates = of_groups, []
+        self._settings = of_groups
+        self._rates = []
         self._parameters = [*_parameters_of(self._groups), *_unused_in(self._groups)]
         shapes = [(group.decoupled, len(group.parameters), len(group.unused), len(group.state)) for group in self._groups]
         self._structure = str((shapes, of_groups, self._flags))
@@ -375,7 +386,8 @@ class CompiledStep(BackwardPass):
 
     def _set_rates(self) -> None:
         """Set the rates for the update."""
-        session, rates = self._session, list[Any]()
+        session = self._session
+        rates: list[Any] = []
         for index, optimizer in enumerate(session.optimizers):
             factor = session.rates.factor(index, session.progress.step + 1)
             rates += [
@@ -405,7 +417,9 @@ class CompiledStep(BackwardPass):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a state that `state_dict` returned."""
-        self._shape, self._changes, self._unused = state["shape"], state["changes"], list(state["unused"])
+        self._shape = state["shape"]
+        self._changes = state["changes"]
+        self._unused = list(state["unused"])
 
 
 def _is_near(listener: Listener, progress: Progress) -> bool:
@@ -454,7 +468,8 @@ def _unused_in(groups: Sequence[Group]) -> list[Tensor]:
 
 def _put_back(precision: Precision) -> None:
     """Let go of the compiled step: with bf16 it refers to the precision, and no garbage collection is needed to free a run."""
-    precision.backward_pass, precision.take_step = BackwardPass(), stepping.step
+    precision.backward_pass = BackwardPass()
+    precision.take_step = stepping.step
 
 
 def _new_rate(device: torch.device) -> Tensor:
@@ -504,7 +519,8 @@ def _step(compute: Any, model: nn.Module, batch: Any, groups: Sequence[Group], o
     result = compute(model, batch)
     outputs = {"loss": result} if isinstance(result, Tensor) else dict(parts_of(result))
     loss = scalar(outputs["loss"])
-    known, unused = _parameters_of(groups), _unused_in(groups)
+    known = _parameters_of(groups)
+    unused = _unused_in(groups)
     gradients = torch.autograd.grad(loss, [*known, *unused], allow_unused=True)
     with torch.no_grad():
         outputs = pytree.tree_map_only(Tensor, _detached, {**outputs, "loss": loss})
@@ -528,7 +544,8 @@ def _sum(gradient: Tensor | None, before: Tensor | None, scale: float) -> Tensor
 
 def _update(groups: Sequence[Group], clips: Sequence[Any], gradients: list[Any], foreach: bool) -> list[Tensor]:
     """Clip the gradients, and update the weights with torch's own functions. Return the norms."""
-    norms, start = [], 0
+    norms = []
+    start = 0
     for function, max_norm, norm_type, chosen in clips:
         takes = [gradient is not None and (chosen is None or chosen[index]) for index, gradient in enumerate(gradients)]
         norm, factor = function(_split(gradients, takes)[0], max_norm, norm_type)
