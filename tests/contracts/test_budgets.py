@@ -29,14 +29,14 @@ ROOMS = """
 room         lines  files  arrows
 front doors    820      9      14
 text            96      2       1
-status        1161     12       1
+status        1160     12       1
 files          384      5       0
 profiling      319      3       1
 loading       2637     14       2
 records       1797     11       6
 hooks         1553     10       7
 drivers       2136     15       5
-optim         1307     11       6
+optim         1306     11       6
 sinks         1186     10       7
 engine        4927     21      10
 checkpoint    3898     16      10
@@ -58,8 +58,8 @@ WINGS = ("compat", "report", "steering", "timetravel", "trackers")
 SUMS = """
 sum                             core   wings
 files                            189     384
-lines                          27976   32742
-words                         196508  221004
+lines                          27974   32742
+words                         196501  221004
 words a line                    7.03    6.75
 data files and long literals     428     794
 modules under 30 lines            10      47
@@ -70,9 +70,9 @@ modules under 30 lines            10      47
 PATHS = """
 path        functions  body
 forward             4    30
-checkpoint         64   510
+checkpoint         64   509
 record             16   152
-resume             97   833
+resume             97   829
 stop               10    59
 """
 """The functions of more than two body lines, and their body lines: `benchmarks/house.py` says from where to where."""
