@@ -66,7 +66,7 @@ def fitted(model: nn.Module, values: Mapping[str, Any]) -> dict[str, Any]:
         if name in buffers and shape_of(value) not in (None, shape_of(own.get(name))):
             read = value if isinstance(value, Tensor) else value.read()
             set_buffer(*buffers[name], read.to(own[name].device if name in own else device, copy=True))
-    return _named(model, values)
+    return _named(model.state_dict(), values)
 
 
 def decides(model: nn.Module, names: Collection[str]) -> bool:
@@ -104,7 +104,7 @@ def load_by_model(model: nn.Module, values: Mapping[str, Any]) -> bool:
         return False
     fits = False
     try:
-        model.load_state_dict(_named(model, values), strict=False)
+        model.load_state_dict(_named(model.state_dict(), values), strict=False)
         fits = _shapes(state_of(model)) == wanted
     except RuntimeError:
         pass  # the model does not take them
@@ -121,7 +121,6 @@ def _shapes(values: Mapping[str, Any]) -> dict[str, list[int]]:
     return {name: shape for name, value in values.items() if (shape := shape_of(value)) is not None}
 
 
-def _named(model: nn.Module, values: Mapping[str, Any]) -> dict[str, Any]:
-    own = model.state_dict()
+def _named(own: dict[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
     names = {plain_name(name): name for name in own}
     return all_laid_out({names.get(name, name): value for name, value in values.items()}, own)

@@ -22,10 +22,11 @@ def in_json(value: Any) -> Any:
     return mapped(value, _finite_or_text)
 
 
+_NOT_FINITE = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
+
+
 def _finite_or_text(value: Any) -> Any:
-    if not isinstance(value, float) or math.isfinite(value):
-        return value
-    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return _NOT_FINITE.get(str(value), value) if isinstance(value, float) else value
 
 
 def counted(count: int, text: str) -> str:
