@@ -207,6 +207,7 @@ CHECKED_BY = {
     "docs/speed.md": {
         "continues without one, bit-identically": "a_run_that_was_not_fused_goes_on_as_it_was",
         "A resumed run ends bit-identically": "a_fused_run_that_is_continued_ends_with_the_same_bits",
+        "A run that resumes with the same callbacks ends bit-identically": "a_resumed_run_ends_with_the_same_bits",
     },
     "docs/start.md": {
         "the weights are bit-identical to those of the loop": "a_run_ends_with_the_bits_of_a_loop_that_calls_optimizer_step",

@@ -17,6 +17,7 @@ from cadenza.checkpoint.resuming import beginning
 from cadenza.checkpoint.weights import Choice
 from cadenza.drivers import Driver, driver_of
 from cadenza.engine import arguments as checks
+from cadenza.engine import compiled_step
 from cadenza.engine import evaluation as evaluating
 from cadenza.engine.arguments import Accumulate
 from cadenza.engine.course import Beginning, Calendar, calendar_of
@@ -84,7 +85,7 @@ class Trainer(Recipe):
             ``run.update``, and returns the loss to report, or a mapping with it.
         compile: Compile the model, in place, for training and evaluation: True, a mode such as ``"reduce-overhead"`` (CUDA
             graphs), or a dict of arguments of ``torch.compile``. With ``"regions": [Block]`` in it, only these modules, each
-            alone. Graph breaks are reported after the first step.
+            alone. Graph breaks are reported after the first step. ``"step"`` compiles the whole step, with the update, instead.
         debug_ranks: Compare each collective over the ranks before it runs, and name in an error, within 10 seconds, the ranks
             that call another one or none; and in a warning one that is slow. A number gives the seconds. Steps get slower.
 
@@ -158,6 +159,8 @@ class Trainer(Recipe):
             compile=options_of(compile),
             notes=notes,
         )
+        if self._compile_step is not None:
+            compiled_step.check_arguments(self.driver, precision, own_step=step_fn is not None)
         self._is_new = isinstance(directory, NewDirectory)
         self.driver.check(optimizer=optimizer, precision=precision)
         self.driver.check_model(module)
@@ -305,6 +308,8 @@ class Trainer(Recipe):
         """
         if self.step_fn is not None:
             raise TypeError("trainer.steps() takes no step_fn=: the loop does what a step_fn does. Remove it, or call fit().")
+        if self._compile_step is not None:
+            raise TypeError("trainer.steps() computes no compiled step: the loop does it. Use compile=True, or call fit().")
         part = self._part(resume, override, strict=strict, replay=replay, loop=Loops.STEPS)
         return Steps(part, self.callbacks, strict=strict)
 

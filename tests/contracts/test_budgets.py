@@ -27,21 +27,21 @@ ROOT = Path(__file__).resolve().parents[2]
 
 ROOMS = """
 room         lines  files  arrows
-front doors    853      9      14
+front doors    858      9      14
 text            96      2       1
 status        1214     12       1
 files          384      5       0
 profiling      341      3       1
 loading       2638     14       2
 records       1806     11       6
-hooks         1589     10       7
+hooks         1590     10       7
 drivers       2146     15       5
-optim         1311     11       6
+optim         1316     11       6
 sinks         1201     10       7
-engine        4956     21      10
-checkpoint    3898     16      10
-callbacks     3134     31      15
-loops         1035      5      12
+engine        5376     22      10
+checkpoint    3905     16      10
+callbacks     3146     31      15
+loops         1046      5      12
 testing        977      6      14
 commands       687      8      11
 report        2273     24       8
@@ -57,9 +57,9 @@ WINGS = ("compat", "report", "steering", "timetravel", "trackers")
 
 SUMS = """
 sum                             core   wings
-files                            189     384
-lines                          28266   32771
-words                         197598  221028
+files                            190     384
+lines                          28727   32771
+words                         201057  221028
 words a line                    7.00    6.75
 data files and long literals     428     794
 modules under 30 lines            10      47

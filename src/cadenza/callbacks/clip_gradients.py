@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
 from cadenza.drivers.matching import Choice, check_choice, named_matches
 from cadenza.drivers.sharding import is_sharded, locals_of, total_norm
+from cadenza.engine.compiled_step import Clip
 from cadenza.hooks.listener import Listener, silent
 from cadenza.hooks.moments import Callback
 from cadenza.hooks.numbers import check_real
@@ -87,7 +89,15 @@ class ClipGradients(Callback, Compared):
 
     def listeners(self) -> list[Listener]:
         logs = [] if self.log is None else [periodic(self.log_every, self._log, "logs")]
-        return [*silent(super().listeners()), *logs]
+        own = super().listeners()
+        for listener in own:
+            listener.splits = self.max_norm is None or type(self) is not ClipGradients
+        return [*silent(own), *logs]
+
+    def in_graph(self) -> Clip:
+        """Return how a compiled step clips. Then no gradients are left for ``on_before_optimizer_step``."""
+        chosen = None if self._chosen is None else frozenset(self._chosen)
+        return Clip(norm_and_factor, self.max_norm or math.inf, self.norm_type, chosen, self._note)
 
     def on_setup(self, run: Run) -> None:
         self.norm = None
@@ -160,9 +170,15 @@ def clip_alike(gradients: list[Tensor], max_norm: float, norm_type: float) -> Te
 
     The function of torch sorts the gradients by dtype and device, twice. Here all have the same.
     """
-    norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, norm_type)), norm_type)
-    torch._foreach_mul_(gradients, _factor(norm, max_norm))
+    norm, factor = norm_and_factor(gradients, max_norm, norm_type)
+    torch._foreach_mul_(gradients, factor)
     return norm
+
+
+def norm_and_factor(gradients: list[Tensor], max_norm: float, norm_type: float) -> tuple[Tensor, Tensor]:
+    """Return the total norm of gradients, and what clipping multiplies them by. Each has the shape ()."""
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, norm_type)), norm_type)
+    return norm, _factor(norm, max_norm)
 
 
 def _factor(norm: Tensor, max_norm: float) -> Tensor:

@@ -109,7 +109,8 @@ class LogTraining(Callback):
     def _collecting(self) -> list[Listener]:
         own = [Listener(Callback.on_load, self._take_over)]
         if {*self.outputs} - {"loss"} or self.metrics:
-            own += [Listener(Callback.on_batch_end, self._add_batch), Listener(Callback.on_step_end, self._add_step)]
+            own += [Listener(Callback.on_batch_end, self._add_batch, splits=False)]
+            own += [Listener(Callback.on_step_end, self._add_step)]
         return inner(silent(own))
 
     def on_setup(self, run: Run) -> None:

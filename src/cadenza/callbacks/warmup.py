@@ -90,7 +90,7 @@ class Warmup(Callback, Compared):
     def listeners(self) -> list[Listener]:
         lasting = Until(lambda: self._last_step)
         own = [
-            Listener(Callback.on_before_optimizer_step, self._scale_rates, lasting),
+            Listener(Callback.on_before_optimizer_step, self._scale_rates, lasting, splits=False),
             Listener(Callback.on_after_optimizer_step, self._put_rates_back, lasting),
         ]
         return silent([*super().listeners(), *own])

@@ -239,13 +239,15 @@ def options_of(compile: Compile) -> dict[str, Any] | None:
     """
     if isinstance(compile, bool):
         return {} if compile else None
+    if compile == "step":
+        return {"step": True}
     if isinstance(compile, str):
         if compile not in MODES:
-            raise ValueError(f"compile must be True, one of the modes {', '.join(MODES)}, or a dict; got {compile!r}")
+            raise ValueError(f"compile must be True, 'step', one of the modes {', '.join(MODES)}, or a dict; got {compile!r}")
         return {"mode": compile}
     if not isinstance(compile, Mapping):
         raise TypeError(f"compile must be True, a mode, or a dict of the arguments of torch.compile; got {compile!r}")
-    known = set(inspect.signature(torch.compile).parameters) - {"model"} | {"regions"}
+    known = set(inspect.signature(torch.compile).parameters) - {"model"} | {"regions", "step"}
     if unknown := compile.keys() - known:
         raise ValueError(f"torch.compile has no argument {', '.join(sorted(unknown))}; it has {', '.join(sorted(known))}")
     if "regions" in compile:

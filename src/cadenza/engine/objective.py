@@ -53,7 +53,8 @@ class supervised:  # noqa: N801  # used like a function
                 "function compute_loss(model, batch)."
             ) from None
         predictions = model(inputs)
-        loss_fn = self.loss_fn if self._is_checked else self._first_loss
+        # A graph that is compiled here would be compiled once more when this is checked.
+        loss_fn = self.loss_fn if torch.compiler.is_compiling() or self._is_checked else self._first_loss
         return {"loss": loss_fn(predictions, targets), "predictions": predictions, "targets": targets}
 
     def _first_loss(self, predictions: Any, targets: Any) -> Tensor:

@@ -279,7 +279,7 @@ class EpochMeans(Callback):
 
     def listeners(self) -> list[Listener]:
         own = [Listener(Callback.on_setup, self._begin), Listener(Callback.on_load, self._take_over)]
-        own += [Listener(Callback.on_batch_end, self._add_batch)]
+        own += [Listener(Callback.on_batch_end, self._add_batch, splits=False)]
         # All ranks are there, and a save at the last step can wait for this record.
         end = Listener(Callback.on_epoch_end, self._end_epoch, note="every epoch, added")
         return silent([*inner(own), end])

@@ -53,6 +53,9 @@ class Listener:
     """Whether the function neither logs, nor makes requests, nor reads samples, tokens or the time of the run: multiple ranks
     need no exchange for it in a step."""
 
+    splits: bool = True
+    """Whether a step in which it is called is not compiled as a whole: it may read gradients or change them."""
+
     event: str = ""
     """The name of the hook in another system, which errors show; empty: the name of the moment."""
 

@@ -20,7 +20,7 @@ from cadenza.checkpoint import resuming
 from cadenza.checkpoint.resuming import Start, chosen_on_all_ranks
 from cadenza.checkpoint.snapshot import config_of
 from cadenza.drivers import Driver
-from cadenza.engine import boundary, start_checks
+from cadenza.engine import boundary, compiled_step, start_checks
 from cadenza.engine.arguments import absolute_folder, check_not_empty, checked_accumulate, checked_debugging, plain_accumulate
 from cadenza.engine.error_context import caller, whereabouts
 from cadenza.engine.loop import OVER, Training
@@ -78,7 +78,10 @@ class Recipe:
     notes: InitVar[list[str]]  # for the plan
 
     def __post_init__(self, compile: dict[str, Any] | None, notes: list[str]) -> None:
-        self._compile, self._notes, self._home = compile, notes, working_directory()
+        is_step = compile is not None and compile.pop("step", False)
+        self._compile: dict[str, Any] | None = None if is_step else compile
+        self._compile_step: dict[str, Any] | None = compile if is_step else None
+        self._notes, self._home = notes, working_directory()
         self._names_ranks_after_s = checked_debugging(self.debug_ranks)  # None: calls of the ranks are not compared
         self._facts: dict[str, Any] = {}  # what an adapter adds to the arguments that sinks get
         self._run: Run | None = None  # that began last
@@ -104,7 +107,11 @@ class Recipe:
         return not callable(self.optimizer) or updates.is_kept(self.optimizer)
 
     def _checked(self, optimizers: object) -> list[Optimizer]:
-        return updates.checked(optimizers, self.model, own_step=self.step_fn is not None or updates.is_kept(self.optimizer))
+        own_step = self.step_fn is not None or updates.is_kept(self.optimizer)
+        checked = updates.checked(optimizers, self.model, own_step=own_step)
+        if self._compile_step is not None:
+            compiled_step.check_optimizers(checked)
+        return checked
 
     def _plan(self, optimizers: Sequence[Optimizer], hooks: Hooks, session: Session | None = None) -> Plan:
         compiled = (
@@ -114,11 +121,13 @@ class Recipe:
                 f"{name}={value if isinstance(value, str) else brief(value)}" for name, value in self._compile.items()
             )
         )
+        compiled = compiled if self._compile_step is None else "step"
         facts = {"on": self.driver.device, "in": self.precision, "compiled": compiled, "seed": self.seed}
         facts = {name: value for name, value in (*facts.items(), ("into", self.directory)) if value is not None}
         own, kind = self._own_optimizer, self.driver.device.type
         notes = [*updates.notes(optimizers, self.model, own=own, device_type=kind), *loader_hints(self.loader), *self._notes]
         notes += [*_frozen_modes(self.model, optimizers), *beforehand(hooks)[0]]
+        notes += () if self._compile_step is None else compiled_step.notes(hooks)
         limits = self._limits(self.loader if session is None else session.loader)
         return Plan(hooks, limits, self.accumulate if session is None else session.accumulate, facts, notes)
 
@@ -195,6 +204,8 @@ class Recipe:
         start_checks.check_computes(session)
         start_checks.check_evaluation_loaders(session)
         start_checks.warn_of_doubts(session, own_optimizer=self._own_optimizer)
+        if self._compile_step is not None:
+            compiled_step.CompiledStep.install(session, self._compile_step)
         if self._compile is not None:
             one_pass = self.accumulate == 1 and self.step_fn is None and session.loop is Loops.FIT  # in each step
             if has_graphs(self._compile) and not one_pass:

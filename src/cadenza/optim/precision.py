@@ -59,6 +59,8 @@ class Precision:
 
     def __init__(self) -> None:
         self.backward_pass: BackwardPass = BackwardPass()
+        self.take_step: Callable[[Optimizer], None] = stepping.step
+        """Lets one optimizer step."""
 
     def wrap(self, compute: Callable[..., Any]) -> Callable[..., Any]:
         """Return `compute` with its forward pass in this precision."""
@@ -85,7 +87,7 @@ class Precision:
     def step(self, optimizers: Sequence[Optimizer]) -> Sequence[Optimizer]:
         """Update the weights; return the optimizers that skipped the update because their gradients are not finite."""
         for optimizer in optimizers:
-            stepping.step(optimizer)
+            self.take_step(optimizer)
         return ()
 
     def state_dict(self) -> dict[str, Any]:

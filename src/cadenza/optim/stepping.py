@@ -56,16 +56,26 @@ def step(optimizer: Optimizer) -> None:
     case ``optimizer.step()`` is called: for a profiler, for hooks of this optimizer or of all, and for a class or an instance
     with a ``step`` of its own.
     """
-    method = getattr(type(optimizer), "step", None)
-    inner, own = _inside(method), optimizer.__dict__.get("step")
-    if inner is None or _is_observed(optimizer) or (own is not None and not _is_tracker(own, optimizer, method)):
+    inner = _inside(getattr(type(optimizer), "step", None))
+    if inner is None or not is_bare(optimizer) or _is_profiled():
         optimizer.step()
         return
-    if own is not None:
-        optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers warn without it
+    if "step" in optimizer.__dict__:
+        note_call(optimizer)
     if made_fit in optimizer._optimizer_step_pre_hooks.values():
         made_fit(optimizer)
     inner(optimizer)
+
+
+def is_bare(optimizer: Optimizer) -> bool:
+    """Return whether nothing but ``step`` of its class, and Cadenza, would be called by ``optimizer.step()``."""
+    own = optimizer.__dict__.get("step")
+    return not _has_hooks(optimizer) and (own is None or _is_tracker(own, optimizer, getattr(type(optimizer), "step", None)))
+
+
+def note_call(optimizer: Optimizer) -> None:
+    """Note that an optimizer has stepped: schedulers of torch warn without it."""
+    optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
 def _inside(method: Any) -> Callable[[Optimizer], Any] | None:
@@ -86,14 +96,16 @@ def _is_tracker(own: Any, optimizer: Optimizer, method: Any) -> bool:
     return around["func"].cell_contents is method and around["opt_ref"].cell_contents() is optimizer
 
 
-def _is_observed(optimizer: Optimizer) -> bool:
+def _has_hooks(optimizer: Optimizer) -> bool:
     return (
         any(type(hook) is not StepGuard and hook is not made_fit for hook in optimizer._optimizer_step_pre_hooks.values())
         or bool(optimizer._optimizer_step_post_hooks)
         or any(_GLOBAL_HOOKS)
-        or torch.autograd.profiler._is_profiler_enabled
-        or torch._C._autograd._profiler_enabled()
     )
+
+
+def _is_profiled() -> bool:
+    return torch.autograd.profiler._is_profiler_enabled or torch._C._autograd._profiler_enabled()
 
 
 def made_fit(optimizer: Optimizer, *_: object) -> None:

@@ -1,0 +1,316 @@
+"""`Trainer(compile="step")`: the step as one compiled function, and the steps that run uncompiled.
+
+A graph takes seconds to compile with inductor, so most tests use a back end that runs torch's own operations.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from cadenza import Callback, Run, Trainer, on, supervised
+from cadenza.callbacks import Checkpoint, ClipGradients, Ema, Evaluate, LearningRate, LogTraining, StopOnNonFinite, Warmup
+from cadenza.engine.compiled_step import CompiledStep
+from cadenza.engine.session import session_of
+from cadenza.testing import tiny_trainer
+
+# Importing inductor warns of torch's own functions.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning"),
+]
+
+PLAIN = {"step": True, "backend": "aot_eager"}
+
+Batch = tuple[Tensor, Tensor]
+
+
+def batches(number: int, size: int = 12, last: int | None = None) -> list[Batch]:
+    """Return batches of 8 numbers and a class; the last one of another size."""
+    random = torch.Generator().manual_seed(1)
+    sizes = [size] * number if last is None else [size] * (number - 1) + [last]
+    return [(torch.randn(n, 8, generator=random), torch.randint(0, 3, (n,), generator=random)) for n in sizes]
+
+
+def network(*, norm: bool = False, dropout: float = 0.0) -> nn.Module:
+    """Return a small network, always with the same weights."""
+    torch.manual_seed(0)
+    between = nn.BatchNorm1d(16) if norm else nn.Identity()
+    return nn.Sequential(nn.Linear(8, 16), between, nn.ReLU(), nn.Dropout(dropout), nn.Linear(16, 3))
+
+
+def trainer(model: nn.Module | None = None, optimizer: Any = None, loader: Any = None, **arguments: Any) -> Trainer:
+    """Return a trainer of the network."""
+    arguments.setdefault("compute_loss", supervised(nn.CrossEntropyLoss()))
+    return tiny_trainer(
+        model=network() if model is None else model,
+        optimizer=optimizer or (lambda held: torch.optim.AdamW(held, 1e-2)),
+        loader=batches(10) if loader is None else loader,
+        seed=3,
+        **arguments,
+    )
+
+
+def difference(run: Run, other: Run) -> float:
+    """Return the largest difference of a weight, a buffer, or the optimizers' state."""
+
+    def tensors(run: Run) -> list[Tensor]:
+        states = [state for optimizer in run.optimizers for state in optimizer.state_dict()["state"].values()]
+        return [*run.model.state_dict().values(), *(value for state in states for value in state.values())]
+
+    pairs = zip(tensors(run), tensors(other), strict=True)
+    return max((mine.double() - theirs.double()).abs().max().item() for mine, theirs in pairs)
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return the steps, counted from 1, of which a batch is computed by the compiled function; each batch once."""
+    steps: list[int] = []
+    computed = CompiledStep._computed
+
+    def counted(self: CompiledStep, model: nn.Module, batch: Any) -> Any:
+        steps.append(self._session.progress.step + 1)
+        return computed(self, model, batch)
+
+    monkeypatch.setattr(CompiledStep, "_computed", counted)
+    return steps
+
+
+# -- the same training -----------------------------------------------------------------------------
+
+
+def test_a_thousand_steps_differ_from_uncompiled_ones_by_rounding(compiled: list[int], capsys: Any) -> None:
+    def run(compile: Any) -> Run:
+        schedule = LearningRate(lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 1000))
+        clip = ClipGradients(0.3, log="norm", log_every=1)
+        given: list[Any] = [clip, Warmup("20 steps"), schedule, Ema(decay=0.9), LogTraining("10 steps")]
+        optimizer: Callable[[Any], Any] = lambda held: torch.optim.AdamW(held, 1e-3)  # noqa: E731
+        return trainer(optimizer=optimizer, epochs=100, callbacks=given, compile=compile).fit()
+
+    run_compiled, plain = run("step"), run(False)
+    assert compiled == list(range(2, 1001))
+    assert difference(run_compiled, plain) <= 1e-6
+    for name in ("norm", "train/loss", "train/lr"):
+        ours, theirs = run_compiled.history[name], plain.history[name]
+        assert [step for step, _ in ours] == [step for step, _ in theirs]
+        assert [value for _, value in ours] == pytest.approx([value for _, value in theirs], rel=1e-4)
+    assert re.search(r"compile: step 2 is compiled now.*\n.*compile: it took [\d.]+ m?s", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda held: torch.optim.SGD(held, 0.05, momentum=0.9, nesterov=True, weight_decay=1e-2),
+        lambda held: torch.optim.Adam(held, 1e-3, weight_decay=0.1, amsgrad=True),
+    ],
+    ids=["SGD", "Adam"],
+)
+def test_inductor_decays_weights_as_torch_does(make: Callable[[Any], Any], compiled: list[int]) -> None:
+    runs = [trainer(optimizer=make, epochs=4, compile=compile).fit() for compile in ("step", False)]
+    assert compiled == list(range(2, 41))
+    assert difference(*runs) <= 1e-6
+
+
+def test_accumulation_groups_frozen_and_unused_parameters_and_running_statistics(compiled: list[int]) -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.left = network(norm=True), nn.Linear(2, 2)
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            return self.used(inputs)  # type: ignore[no-any-return]
+
+    def optimizer(held: Any) -> list[torch.optim.Optimizer]:
+        first, others = held.split(lambda name, parameter: name.startswith("used.0"))
+        return [
+            torch.optim.SGD(
+                [{"params": first, "lr": 0.1}, {"params": others[:2], "lr": 0.01, "momentum": 0.5}], 0.1, momentum=0.9
+            ),
+            torch.optim.AdamW(others[2:], 1e-3),
+        ]
+
+    def run(compile: Any) -> Run:
+        model = Two()
+        model.used.get_parameter("4.bias").requires_grad_(False)
+        clip = ClipGradients(0.2, parameters="used.4*")
+        loader = batches(11, last=5)
+        return trainer(model, optimizer, loader, epochs=5, accumulate=3, callbacks=[clip], compile=compile).fit()
+
+    run_compiled, plain = run(PLAIN), run(False)
+    assert {step: compiled.count(step) for step in (1, 2, 3, 4, 5)} == {1: 0, 2: 3, 3: 3, 4: 1, 5: 3}  # 4: 12, then 5 samples
+    assert difference(run_compiled, plain) <= 1e-6
+    assert len(run_compiled.optimizers[1].state) == len(plain.optimizers[1].state) == 1
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_outputs_weights_counts_and_skipped_batches_are_those_of_uncompiled_steps(precision: str, compiled: list[int]) -> None:
+    seen: list[Any] = []
+
+    def compute_loss(model: nn.Module, batch: Batch) -> dict[str, Any]:
+        inputs, targets = batch
+        predictions = model(inputs)
+        loss = nn.functional.cross_entropy(predictions.float(), targets)
+        return {"loss": loss, "predictions": predictions, "weight": (targets > 0).sum(), "tokens": len(targets)}
+
+    @on(Callback.on_batch_start)
+    def skip(run: Run, batch: Batch) -> None:
+        if run.progress.batch % 7 == 4:
+            run.skip_batch("a test")
+
+    @on(Callback.on_step_end)
+    def look(run: Run) -> None:
+        window = run.window
+        loss = run.outputs["loss"].item() if "loss" in run.outputs else 0.0
+        numbers = [*map(float, window.weights), float(window.loss_scale), run.progress.tokens, run.outputs.get("tokens", 0)]
+        seen.append([loss, window.seen, *numbers])
+
+    def run(compile: Any) -> Run:
+        arguments: dict[str, Any] = {"compute_loss": compute_loss, "precision": precision, "callbacks": [skip, look]}
+        return trainer(epochs=3, accumulate=2, compile=compile, **arguments).fit()
+
+    run_compiled = run(PLAIN)
+    ours, seen = seen, []
+    plain = run(False)
+    assert len(compiled) > 15
+    for mine, others in zip(ours, seen, strict=True):
+        assert mine == pytest.approx(others, abs=1e-5 if precision == "fp32" else 1e-2)
+    assert difference(run_compiled, plain) <= (1e-6 if precision == "fp32" else 2e-2)
+
+
+# -- after a resume --------------------------------------------------------------------------------
+
+
+def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Path, compiled: list[int]) -> None:
+    """Dropout, batches of two shapes, a listener that comes and goes, and a checkpoint between them."""
+
+    def run(place: str, steps: int, *, resume: bool = False) -> Run:
+        model = network(norm=True, dropout=0.3)
+        look = on(Callback.on_before_optimizer_step, every="7 steps")(lambda run: None)
+        given = {"directory": tmp_path / place, "callbacks": [Checkpoint(every="4 steps"), look], "compile": "step"}
+        made = trainer(model, loader=batches(6, last=5), steps=steps, **given)
+        return made.fit(resume="auto") if resume else made.fit()
+
+    whole = run("whole", 30)
+    steps = list(compiled)
+    assert steps == [step for step in range(2, 31) if step % 7 and step % 6]
+    run("cut", 12)
+    compiled.clear()
+    resumed = run("cut", 30, resume=True)
+    assert compiled == [step for step in steps if step > 12]
+    assert difference(resumed, whole) == 0
+
+
+def test_a_checkpoint_continues_compiled_or_not(tmp_path: Path, compiled: list[int]) -> None:
+    def run(steps: int, compile: Any) -> Run:
+        return trainer(steps=steps, directory=tmp_path, callbacks=[Checkpoint(every="5 steps")], compile=compile).fit(
+            resume="auto"
+        )
+
+    run(5, False)
+    run(10, PLAIN)
+    last = run(15, False)
+    assert compiled == list(range(6, 11))
+    assert difference(last, trainer(steps=15).fit()) <= 1e-6
+
+
+# -- steps that are not compiled -------------------------------------------------------------------
+
+
+def test_a_listener_on_a_schedule_sees_gradients_in_its_steps_and_no_other_step_is_split(compiled: list[int]) -> None:
+    seen: list[tuple[int, bool]] = []
+
+    @on(Callback.on_before_zero_grad, every="10 steps")
+    def look(run: Run) -> None:
+        seen.append((run.progress.step + 1, all(held.grad is not None for held in run.window.parameters)))
+
+    made = trainer(epochs=4, callbacks=[look, Evaluate(batches(2), every="5 steps")], compile=PLAIN)
+    assert "compile: look listens to on_before_zero_grad every 10 steps: such a step runs uncompiled" in str(made.plan())
+    made.fit()
+    assert seen == [(10, True), (20, True), (30, True), (40, True)]
+    assert compiled == [step for step in range(2, 41) if step % 10]
+
+
+def test_the_plan_warns_of_a_listener_in_each_step(compiled: list[int]) -> None:
+    made = trainer(epochs=1, callbacks=[StopOnNonFinite()], compile=PLAIN)
+    headline, *lines = str(made.plan()).splitlines()
+    assert headline.endswith("compiled step, seed 3")
+    assert any(line.startswith("! compile: StopOnNonFinite listens to on_before_backward in each step") for line in lines)
+    assert made.fit().outcome is not None
+    assert compiled == []
+
+
+def test_a_step_that_cannot_be_compiled_says_why_once(caplog: pytest.LogCaptureFixture) -> None:
+    def reads(model: nn.Module, batch: Batch) -> Tensor:
+        loss = nn.functional.cross_entropy(model(batch[0]), batch[1])
+        return loss * 2 if loss.item() > 100 else loss
+
+    def hooked() -> nn.Module:
+        model = network()
+        model.get_parameter("0.bias").register_hook(lambda gradient: gradient * 2)
+        return model
+
+    cases: list[tuple[str, dict[str, Any]]] = [
+        ("the step cannot be compiled: ", {"compute_loss": reads}),
+        ("a parameter has a hook", {"model": hooked()}),
+        ("batches of another shape than the first are not compiled", {"loader": batches(4, last=3)}),
+    ]
+    for text, arguments in cases:
+        caplog.clear()
+        made = trainer(epochs=2, compile=PLAIN, **arguments)
+        plain = trainer(epochs=2, **{**arguments, **({"model": hooked()} if "model" in arguments else {})})
+        assert difference(made.fit(), plain.fit()) <= 1e-6
+        assert [text in record.getMessage() for record in caplog.records if "compile=" in record.getMessage()] == [True]
+
+
+def test_settings_that_change_compile_again_and_a_rate_does_not(compiled: list[int], capsys: Any) -> None:
+    @on(Callback.on_step_end)
+    def change(run: Run) -> None:
+        run.optimizers[0].param_groups[0]["lr"] *= 0.9
+        if run.progress.step % 4 == 0:
+            run.optimizers[0].param_groups[0]["weight_decay"] *= 2
+
+    runs = [trainer(steps=18, callbacks=[change], compile=compile).fit() for compile in (PLAIN, False)]
+    assert capsys.readouterr().out.count("is compiled now") == 3
+    assert compiled == list(range(2, 13))
+    assert difference(*runs) <= 1e-6
+
+
+def test_evaluations_and_hooks_compute_without_compilation(compiled: list[int]) -> None:
+    losses: list[float] = []
+
+    @on(Callback.on_step_end)
+    def compute(run: Run) -> None:
+        compute_loss = session_of(run).compute
+        losses.append(compute_loss(run.model, run.batch)["loss"].item())
+
+    run = trainer(steps=5, callbacks=[compute, Evaluate(batches(2), every=2)], compile=PLAIN).fit()
+    assert compiled == [2, 3, 4, 5]
+    assert len(losses) == 5
+    assert run.progress.step == 5
+
+
+def test_what_is_not_supported_is_refused_when_the_trainer_is_made() -> None:
+    def step(run: Run, batch: Batch) -> Tensor:
+        raise NotImplementedError
+
+    model = nn.Linear(1, 1)
+    refused: list[tuple[str, dict[str, Any]]] = [
+        ("a step_fn, and the loop of cadenza.attach, do the step themselves", {"step_fn": step}),
+        ("precision='fp16'", {"precision": "fp16"}),
+        ("got RMSprop", {"optimizer": torch.optim.RMSprop(model.parameters()), "model": model}),
+    ]
+    for text, arguments in refused:
+        with pytest.raises(ValueError, match=f"compile='step'.*{re.escape(text)}.*compile=True compiles the model alone"):
+            tiny_trainer(compile="step", **arguments)
+    with pytest.raises(ValueError, match="got Adagrad"):
+        tiny_trainer(compile="step", optimizer=torch.optim.Adagrad).fit()
+    with pytest.raises(TypeError, match=r"trainer\.steps"):
+        tiny_trainer(compile="step").steps()
+    with pytest.raises(ValueError, match="compile must be True, 'step', one of the modes"):
+        tiny_trainer(compile="steps")
