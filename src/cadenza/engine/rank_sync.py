@@ -148,10 +148,8 @@ class RankSync:
         """Exchange requests now. Communicates: call it only if all ranks know that one has a request."""
         self._note_signal()
 
-    @property
-    def saves(self) -> bool:
-        """Whether a requested save is due at this step boundary, as all ranks know."""
-        return False
+    saves: str = field(init=False, default="")
+    """Why a save is due at this step boundary, as all ranks know; empty if none is."""
 
     def save(self, savers: Iterable[Saver]) -> None:
         """Carry out the requested save, if it is due and not done yet. Every rank must call this."""
@@ -264,7 +262,7 @@ class SharedSync(RankSync):
         self._leave = self._ends = False  # all ranks know that the epoch, or the run, is to end
         self._synchronized = False  # no request can have come since the last exchange
         self._speaks = True  # a hook may have made a request, or logged, in this step
-        self._save = ""  # why all ranks save at this step boundary
+        self.saves = ""  # why all ranks save at this step boundary
         self._waits = False  # as all ranks know, a request or numbers of a rank wait for the end of this step
         self._given: int | None = 0
         self._tokens = 0  # those of this rank that are not sent yet
@@ -491,7 +489,7 @@ class SharedSync(RankSync):
             self._buffer.reduce(self._driver, numbers)
         if saves:
             reasons = dict.fromkeys(self._driver.gather(self.requests.save))
-            self._save, self.requests.save = "; ".join(filter(None, reasons)), ""
+            self.saves, self.requests.save = "; ".join(filter(None, reasons)), ""
         self._settle(leave=bool(leave))
 
     def _collect(self) -> None:
@@ -515,13 +513,9 @@ class SharedSync(RankSync):
     def take_stop(self) -> Decision | None:
         return self.requests.stop or self.requests.signalled  # a signal is recorded when all ranks know of it
 
-    @property
-    def saves(self) -> bool:
-        return bool(self._save)
-
     def save(self, savers: Iterable[Saver]) -> None:
         if self.together:
-            reason, self._save = self._save, ""  # a request that is not exchanged yet waits for the next boundary
+            reason, self.saves = self.saves, ""  # a request that is not exchanged yet waits for the next boundary
             for saver in savers if reason else ():
                 saver.request(reason)
         else:

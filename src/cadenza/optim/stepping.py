@@ -58,7 +58,8 @@ def step(optimizer: Optimizer) -> None:
     with a ``step`` of its own.
     """
     inner = _inside(getattr(type(optimizer), "step", None))
-    if inner is None or not is_bare(optimizer) or _is_profiled():
+    profiled = torch.autograd.profiler._is_profiler_enabled or torch._C._autograd._profiler_enabled()
+    if inner is None or profiled or not is_bare(optimizer):
         optimizer.step()
         return
     if "step" in optimizer.__dict__:
@@ -70,8 +71,13 @@ def step(optimizer: Optimizer) -> None:
 
 def is_bare(optimizer: Optimizer) -> bool:
     """Return whether nothing but ``step`` of its class, and Cadenza, would be called by ``optimizer.step()``."""
-    own = optimizer.__dict__.get("step")
-    return not _has_hooks(optimizer) and (own is None or _is_tracker(own, optimizer, getattr(type(optimizer), "step", None)))
+    own, hooks = optimizer.__dict__.get("step"), optimizer._optimizer_step_pre_hooks.values()
+    return not (
+        (own is not None and not _is_tracker(own, optimizer, getattr(type(optimizer), "step", None)))
+        or any(type(hook) is not StepGuard and hook is not made_fit for hook in hooks)
+        or optimizer._optimizer_step_post_hooks
+        or any(_GLOBAL_HOOKS)
+    )
 
 
 def note_call(optimizer: Optimizer) -> None:
@@ -95,18 +101,6 @@ def _is_tracker(own: Any, optimizer: Optimizer, method: Any) -> bool:
     if around.keys() != {"func", "opt_ref"}:
         return False
     return around["func"].cell_contents is method and around["opt_ref"].cell_contents() is optimizer
-
-
-def _has_hooks(optimizer: Optimizer) -> bool:
-    return (
-        any(type(hook) is not StepGuard and hook is not made_fit for hook in optimizer._optimizer_step_pre_hooks.values())
-        or bool(optimizer._optimizer_step_post_hooks)
-        or any(_GLOBAL_HOOKS)
-    )
-
-
-def _is_profiled() -> bool:
-    return torch.autograd.profiler._is_profiler_enabled or torch._C._autograd._profiler_enabled()
 
 
 def made_fit(optimizer: Optimizer, *_: object) -> None:
