@@ -44,7 +44,9 @@ class Verbs:
 
     def begin(self, ending: ExitStack) -> None:
         """Look at the first updates; and at what a ``step_fn`` or a loop of the user's own calls, until `ending`."""
-        if self.session.advises:
+        session = self.session
+        plain = session.loop is Loops.FIT and session.step_fn is None
+        if session.advises and not (plain and session.sync.several):  # an act after the first step lets ranks wait
             self.own_calls.begin(ending)
 
     def backward(self, loss: Any, into: Into = None) -> None:
