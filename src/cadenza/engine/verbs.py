@@ -298,13 +298,17 @@ class OwnCalls:
     def begin(self, ending: ExitStack) -> None:
         """Look at the calls of the user's code until `ending`."""
         session, progress = self._session, self._session.progress
-        self._first_step, self._first_epoch = progress.step, progress.epoch + (progress.batch_in_epoch > 0)
+        plain = session.loop is Loops.FIT and session.step_fn is None
+        if plain and session.sync.several:  # an act after the first step would let the ranks wait
+            return
+        self._first_step = progress.step
+        self._first_epoch = progress.epoch + (progress.batch_in_epoch > 0)
         ending.callback(self._end)
         for optimizer in session.optimizers:
             if getattr(type(optimizer).step, "hooked", False):  # a wrapper of an optimizer calls no hooks
                 self._waiting[optimizer] = StepGuard(optimizer, self._note_step, after=True)
         session.acts.after_next_step(self._look_for_updates)
-        if session.loop is Loops.FIT and session.step_fn is None:
+        if plain:
             return
         self._handles = [StepGuard(optimizer, self._check_step) for optimizer in session.optimizers]
         for parameter in dict.fromkeys(parameters_of(session.optimizers)):
