@@ -35,7 +35,7 @@ from kill_instants import Instant, began_of, watch
 from cadenza import Run
 from cadenza.checkpoint.catalogue import Catalogue, first_usable
 from cadenza.checkpoint.store import Entry, Store
-from cadenza.status.plain import first_difference
+from cadenza.status.encoding import first_difference
 
 JOBS = {"mixed": ("kill_jobs", "Job"), "features": ("kill_features", "FeatureJob")}
 SIGNALS = ("SIGKILL", "SIGTERM", "SIGINT")

@@ -32,7 +32,7 @@ from torch.utils.data import DataLoader, Dataset
 from cadenza import Callback, Run, Trainer, on, supervised
 from cadenza.callbacks import Checkpoint, Ema, Evaluate, LearningRate, LogTraining
 from cadenza.drivers import DdpDriver
-from cadenza.status.plain import first_difference
+from cadenza.status.encoding import first_difference
 
 SAMPLES, STEPS = 96, 40
 KINDS = ("start", "step", "save")

@@ -20,7 +20,7 @@ from cadenza.callbacks import Evaluate
 from cadenza.compat.fastnlp.api_of_0_5 import ARGUMENTS, HOOKS, PROPERTIES
 from cadenza.compat.transformers.fields import FIELDS
 from cadenza.engine.plan import indented
-from cadenza.hooks.counting import counting_of
+from cadenza.hooks.counters import counting_of
 from cadenza.hooks.moments import moments_of
 from cadenza.status.formats import plural
 from cadenza.testing import Recorder, tiny_loader, tiny_run

@@ -25,13 +25,13 @@ if TYPE_CHECKING:
     from cadenza.attaching import Loop as Loop
     from cadenza.attaching import attach as attach
     from cadenza.callbacks.derive import Derive as Derive
-    from cadenza.checkpoint.keeping import Best as Best
+    from cadenza.checkpoint.keep_rules import Best as Best
     from cadenza.checkpoint.weights import export_weights as export_weights
     from cadenza.checkpoint.weights import load_weights as load_weights
     from cadenza.checkpoint.weights import save_weights as save_weights
     from cadenza.drivers import Driver as Driver
     from cadenza.drivers import SingleDriver as SingleDriver
-    from cadenza.engine.course import Calendar as Calendar
+    from cadenza.engine.dry_run import Calendar as Calendar
     from cadenza.engine.monitor import Monitor as Monitor
     from cadenza.engine.objective import supervised as supervised
     from cadenza.engine.plan import Plan as Plan

@@ -20,12 +20,12 @@ from cadenza.engine.verbs import LoopVerbs
 from cadenza.errors import DataError
 from cadenza.files.new_directory import NewDirectory
 from cadenza.loading.rng import RNGState
-from cadenza.loops.foreign import AnyCallback
+from cadenza.loops.foreign_callbacks import AnyCallback
 from cadenza.loops.part import Part
 from cadenza.loops.steps import Kept
 from cadenza.optim.optimizers import Optimizers
 from cadenza.run import Run
-from cadenza.status.shown import brief
+from cadenza.status.reprs import brief
 from cadenza.text.hints import advised, answered
 from cadenza.trainer import Trainer
 

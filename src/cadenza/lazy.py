@@ -14,9 +14,17 @@ def contents(package: str) -> tuple[list[str], Callable[[str], Any], Callable[[]
 
     Each stands in a line of its source such as ``from cadenza.run import Run as Run``, below ``if TYPE_CHECKING:``. Those that
     are modules of the package, ``from cadenza import sinks as sinks``, are not in ``__all__``.
+
+    Raises:
+        ImportError: The installation has no source files, such as one of compiled files alone.
     """
-    with open(str(sys.modules[package].__file__), encoding="utf-8") as source:
-        lines = [parts for parts in map(str.split, source) if parts[:1] == ["from"] and parts[4:5] == ["as"]]
+    source = sys.modules[package].__spec__.loader.get_source(package)  # type: ignore[union-attr]
+    if source is None:
+        raise ImportError(
+            f"{package} reads its names from its source file, which this installation lacks. Install it with .py files"
+        )
+    rows = map(str.split, source.splitlines())
+    lines = [parts for parts in rows if parts[:1] == ["from"] and parts[4:5] == ["as"]]
     modules = [name for _, home, _, name, *_ in lines if home == package]
     home_of = {name: home for _, home, _, name, *_ in lines if home != package}
 

@@ -25,9 +25,9 @@ from cadenza.records.history import History
 from cadenza.records.record import Loggable
 from cadenza.records.scalars import Reduce
 from cadenza.status.decisions import Decision, Outcome, WhyNot, why
+from cadenza.status.encoding import State
 from cadenza.status.formats import counted
 from cadenza.status.outputs import Outputs, Window
-from cadenza.status.plain import State
 from cadenza.status.progress import Progress
 from cadenza.status.run_info import RunInfo
 from cadenza.text.hints import advised, instead_of_setting

@@ -13,14 +13,14 @@ import torch
 from torch import nn
 
 from cadenza.checkpoint.catalogue import Which
-from cadenza.checkpoint.resuming import beginning
+from cadenza.checkpoint.resumption import beginning
 from cadenza.checkpoint.weights import Choice
 from cadenza.drivers import Driver, driver_of
 from cadenza.engine import arguments as checks
 from cadenza.engine import compiled_step
 from cadenza.engine import evaluation as evaluating
 from cadenza.engine.arguments import Accumulate
-from cadenza.engine.course import Beginning, Calendar, calendar_of
+from cadenza.engine.dry_run import Beginning, Calendar, calendar_of
 from cadenza.engine.evaluation import Prediction, predict
 from cadenza.engine.loop import Training, fit
 from cadenza.engine.module_state import Compile, options_of
@@ -35,7 +35,7 @@ from cadenza.hooks.dispatch import Hooks
 from cadenza.lazy import imported
 from cadenza.loading.batches import batch_sizes
 from cadenza.loading.evaluation import Evaluation, Metrics
-from cadenza.loops.foreign import AnyCallback, adapted, before_trainer
+from cadenza.loops.foreign_callbacks import AnyCallback, adapted, before_trainer
 from cadenza.loops.handle import Handle
 from cadenza.loops.part import Part, Recipe, elsewhere
 from cadenza.loops.steps import Steps

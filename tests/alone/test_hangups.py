@@ -10,7 +10,7 @@ from typing import Any
 
 from cadenza import Callback, on
 from cadenza.callbacks import Checkpoint
-from cadenza.status.plain import first_difference
+from cadenza.status.encoding import first_difference
 from cadenza.testing import tiny_run
 from tests import forked
 from tests.alone.test_preemption import final, main, outcome, started, step_of_newest

@@ -31,9 +31,9 @@ from cadenza.records import writer
 from cadenza.records.writer import Channel, Writer
 from cadenza.sinks import Csv
 from cadenza.status.decisions import Outcome
-from cadenza.status.plain import first_difference
+from cadenza.status.encoding import first_difference
 from cadenza.status.run_info import RunInfo
-from cadenza.testing import launch, launching, tiny_loader, tiny_run, tiny_trainer
+from cadenza.testing import launch, launcher, tiny_loader, tiny_run, tiny_trainer
 from tests.alone import test_preemption as preempted
 from tests.callbacks.test_recover import decided, equal, recorded, trainer_in, weights_of
 from tests.checkpoint.store.contents import latest
@@ -108,7 +108,7 @@ def test_the_other_processes_are_ended_soon_after_one_died(monkeypatch: pytest.M
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(100)
 
-    monkeypatch.setattr(launching, "GRACE_S", 0.5)
+    monkeypatch.setattr(launcher, "GRACE_S", 0.5)
     with pytest.raises(BaseExceptionGroup, match=r"ranks \[0\] had not ended 0.5 s later, and were killed") as caught:
         launch(ending)
     assert [str(error) for error in caught.value.exceptions] == ["rank 1 ended without a result: signal SIGKILL"]

@@ -32,7 +32,7 @@ from cadenza.hooks.dispatch import hooks_of
 from cadenza.hooks.moments import BaseCallback
 from cadenza.hooks.schedule import Schedule
 from cadenza.loading.evaluation import Evaluation
-from cadenza.status.plain import first_difference
+from cadenza.status.encoding import first_difference
 from tests.checkpoint.store.contents import latest
 from tests.engine.test_calendar import continued
 from tests.long import LONG

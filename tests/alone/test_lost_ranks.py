@@ -22,11 +22,11 @@ from torch import Tensor, nn
 from cadenza import Callback, Run, on
 from cadenza.callbacks import Checkpoint, Profile
 from cadenza.checkpoint.store.files import Facts, LocalFiles
-from cadenza.drivers import DdpDriver, failing
+from cadenza.drivers import DdpDriver, first_error
 from cadenza.errors import DistributedError
 from cadenza.hooks.moments import Moment
 from cadenza.report import page, story_at
-from cadenza.testing import launch, launching
+from cadenza.testing import launch, launcher
 from tests.checkpoint.store.contents import latest
 from tests.distributed.drivers import sharded
 from tests.distributed.parts import Batch, Partly, loader, own_rank, rank, squared_error, trainer
@@ -60,7 +60,7 @@ HANGS: dict[Function[[Path], None], str] = {
 
 @pytest.fixture(autouse=True)
 def frequent_posts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(failing, "EVERY_S", 0.1)
+    monkeypatch.setattr(first_error, "EVERY_S", 0.1)
 
 
 @pytest.mark.parametrize("stop", [kill, loop_on, pytest.param(pause, marks=pytest.mark.long)])
@@ -79,7 +79,7 @@ def test_the_rank_that_stops_is_named(stop: Function[[Path], None], monkeypatch:
         finally:
             given_up.touch()
 
-    monkeypatch.setattr(launching, "GRACE_S", 0.1 if stop is pause else 20)
+    monkeypatch.setattr(launcher, "GRACE_S", 0.1 if stop is pause else 20)
     with pytest.raises(BaseExceptionGroup) as caught:
         launch(train)
     told = [str(error) for error in caught.value.exceptions if isinstance(error, DistributedError)]

@@ -29,8 +29,8 @@ from cadenza.files.disk import Unflushed
 from cadenza.hooks.dispatch import hooks_of
 from cadenza.hooks.moments import Moment
 from cadenza.status.decisions import Outcome
-from cadenza.status.plain import first_difference
-from cadenza.status.preemption import HANDLED, handle_signals
+from cadenza.status.encoding import first_difference
+from cadenza.status.signals import HANDLED, handle_signals
 from cadenza.testing import tiny_model, tiny_run, tiny_trainer
 from tests import forked
 from tests.checkpoint.store.contents import latest

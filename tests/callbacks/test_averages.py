@@ -23,7 +23,7 @@ from cadenza.errors import DataError
 from cadenza.hooks import HeldWeights
 from cadenza.hooks.dispatch import hooks_of
 from cadenza.optim.held_weights import holders_in
-from cadenza.status.plain import same
+from cadenza.status.encoding import same
 from cadenza.testing import prove_resume, tiny_loader, tiny_run, tiny_trainer
 from tests.callbacks.parts import normed, own_step, state_of
 

@@ -21,7 +21,7 @@ from cadenza.errors import CheckpointError, CheckpointMismatchError, StateError
 from cadenza.files.disk import Unflushed
 from cadenza.hooks.dispatch import hooks_of
 from cadenza.hooks.moments import Moment
-from cadenza.status.plain import same
+from cadenza.status.encoding import same
 from cadenza.testing import Recorder, tiny_loader, tiny_model, tiny_run, tiny_trainer
 from tests.waiting import until
 

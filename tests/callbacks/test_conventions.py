@@ -22,7 +22,7 @@ from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau, StepLR
 from cadenza import Callback, SingleDriver, callbacks, sinks
 from cadenza.callbacks import BestWeights, Checkpoint, EarlyStopping, Ema, Evaluate, LearningRate, LowerRate, NonFinite, Spike
 from cadenza.errors import CallbackError, DirectoryError, MissingExtraError, MonitorError, OutputError, ScheduleError
-from cadenza.status.plain import same
+from cadenza.status.encoding import same
 from cadenza.testing import Recorder, tiny_loader, tiny_model, tiny_run, tiny_trainer
 from tests.callbacks.parts import halving
 from tests.callbacks.shipped import CALLBACKS, SINKS

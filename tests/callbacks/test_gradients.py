@@ -16,9 +16,9 @@ from cadenza import Callback, Run, on, supervised
 from cadenza.callbacks import ClipGradients, Derive, LearningRate, StopOnNonFinite
 from cadenza.engine.session import session_of
 from cadenza.errors import LossError, NonFiniteError
-from cadenza.optim.finite import all_finite, first_not_finite
+from cadenza.optim.non_finite import all_finite, first_not_finite
 from cadenza.status.decisions import Outcome
-from cadenza.status.plain import same
+from cadenza.status.encoding import same
 from cadenza.testing import Recorder, tiny_loader, tiny_model, tiny_run
 from tests.callbacks.parts import Reads, two_layers
 

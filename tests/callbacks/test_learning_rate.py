@@ -22,7 +22,7 @@ from cadenza import callbacks as shipped
 from cadenza.callbacks import Checkpoint, Evaluate, FindLearningRate, LearningRate, Limit, Warmup
 from cadenza.errors import CallbackError
 from cadenza.testing import prove_resume, simulate, tiny_loader, tiny_model, tiny_run, tiny_trainer
-from cadenza.timetravel.finding import suggested
+from cadenza.timetravel.finders import suggested
 from tests.callbacks.parts import halving, two_optimizers
 from tests.long import LONG
 

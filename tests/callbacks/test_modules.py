@@ -23,7 +23,7 @@ from cadenza.hooks.dispatch import hooks_of
 from cadenza.loading.shards import Shard
 from cadenza.records.record import Record
 from cadenza.sinks import TensorBoard
-from cadenza.status.plain import same
+from cadenza.status.encoding import same
 from cadenza.testing import prove_resume, tiny_loader, tiny_model, tiny_run, tiny_trainer
 from tests.callbacks.parts import failing, state_of, two_layers, two_optimizers
 

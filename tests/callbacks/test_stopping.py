@@ -22,7 +22,7 @@ from cadenza.checkpoint.store import Store
 from cadenza.commands.main import main
 from cadenza.errors import CheckpointError
 from cadenza.loading.evaluation import Evaluation
-from cadenza.status.plain import same
+from cadenza.status.encoding import same
 from cadenza.testing import launch, simulate, tiny_loader, tiny_run, tiny_trainer
 from tests.callbacks.parts import failing, loaded, normed, state_of, weights_at_each_step
 from tests.callbacks.test_checkpoint import Scripted

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from cadenza import Callback, Run, Trainer, export_weights, load_weights, on
 from cadenza.callbacks import BestWeights, Checkpoint, Ema, Evaluate, Swa
 from cadenza.errors import CheckpointMismatchError
-from cadenza.status.plain import first_difference
+from cadenza.status.encoding import first_difference
 from cadenza.testing import tiny_loader, tiny_model, tiny_trainer
 
 

@@ -19,7 +19,7 @@ from cadenza.callbacks import Checkpoint, LearningRate
 from cadenza.checkpoint.store import Store
 from cadenza.hooks.moments import Moment
 from cadenza.loading import TensorBatches
-from cadenza.status.plain import first_difference
+from cadenza.status.encoding import first_difference
 from cadenza.testing import tiny_trainer
 from tests.checkpoint.store.contents import latest
 

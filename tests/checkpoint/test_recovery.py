@@ -23,7 +23,7 @@ from cadenza.records.history import History
 from cadenza.report import story_at
 from cadenza.report.pictures import media_of
 from cadenza.sinks import Csv
-from cadenza.status.plain import same
+from cadenza.status.encoding import same
 from cadenza.testing import tiny_loader, tiny_model, tiny_run, tiny_trainer
 
 

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from cadenza import Callback, Run, Trainer, callbacks, on, supervised
 from cadenza.callbacks import BestWeights, Checkpoint, ClipGradients, EarlyStopping, Ema, Evaluate, LearningRate, LogTraining
-from cadenza.status.plain import first_difference
+from cadenza.status.encoding import first_difference
 from cadenza.testing import prove_resume
 from tests.callbacks.shipped import CALLBACKS, made
 from tests.loading.data import noise_of

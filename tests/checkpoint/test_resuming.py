@@ -22,7 +22,7 @@ from cadenza.checkpoint.store import Store
 from cadenza.drivers.sharding import whole
 from cadenza.errors import CheckpointError, CheckpointMismatchError, DataError, DirectoryError
 from cadenza.status.decisions import Outcome
-from cadenza.status.plain import first_difference
+from cadenza.status.encoding import first_difference
 from cadenza.testing import launch, tiny_loader, tiny_trainer
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from cadenza import Callback, Run, Trainer, on
 from cadenza.callbacks import Best, Checkpoint, Evaluate
-from cadenza.checkpoint.keeping import Keep, Known, line_of, parts_of, rule_of
+from cadenza.checkpoint.keep_rules import Keep, Known, line_of, parts_of, rule_of
 from cadenza.checkpoint.retention import Retention, kept_by
 from cadenza.checkpoint.store import Saved, Store
 from cadenza.checkpoint.store.files import LocalFiles

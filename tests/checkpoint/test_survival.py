@@ -26,7 +26,7 @@ from cadenza.errors import CheckpointLostError, DirectoryError, MissingExtraErro
 from cadenza.hooks.dispatch import hooks_of
 from cadenza.hooks.moments import Moment, moments_of
 from cadenza.sinks.sink import Sink
-from cadenza.status.plain import same
+from cadenza.status.encoding import same
 from cadenza.testing import tiny_loader, tiny_run, tiny_trainer
 from tests.callbacks.test_checkpoint import bests, decided
 from tests.checkpoint.blocked import Blocked

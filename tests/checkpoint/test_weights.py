@@ -16,7 +16,7 @@ from cadenza import Callback, Run, Trainer, load_weights, on, save_weights, supe
 from cadenza.callbacks import Checkpoint, OmitFrozen
 from cadenza.errors import CheckpointError, CheckpointFormatError, CheckpointMismatchError
 from cadenza.loading import TensorBatches
-from cadenza.status.plain import same
+from cadenza.status.encoding import same
 from cadenza.testing import tiny_model, tiny_trainer
 from tests.checkpoint.store.contents import Bomb
 

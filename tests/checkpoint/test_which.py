@@ -24,7 +24,7 @@ from cadenza.loading.evaluation import Evaluation
 from cadenza.records import read_records
 from cadenza.sinks import Console
 from cadenza.sinks.progress_bar import ProgressBar
-from cadenza.status.plain import same
+from cadenza.status.encoding import same
 from cadenza.testing import tiny_loader, tiny_model, tiny_run, tiny_trainer
 from tests import forked
 

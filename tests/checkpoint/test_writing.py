@@ -24,9 +24,9 @@ from cadenza.checkpoint import writer
 from cadenza.checkpoint.store import Content, Saved, Store
 from cadenza.checkpoint.store.files import _DTYPES, FORMAT_ERRORS, Facts, LocalFiles, SummedFile, facts_of, pieces, read_tensors
 from cadenza.checkpoint.writer import Attempts, Save
-from cadenza.drivers.agreeing import Meeting
+from cadenza.drivers.consensus import Meeting
 from cadenza.errors import CheckpointDamagedError, StateError
-from cadenza.status.plain import same
+from cadenza.status.encoding import same
 from cadenza.status.progress import Counters
 from cadenza.testing import tiny_run
 from tests.callbacks.test_checkpoint import Scripted, bests, failing, manifest, names

@@ -19,7 +19,7 @@ from cadenza.callbacks import Checkpoint, EarlyStopping, Evaluate
 from cadenza.compat.adapter.description import description_of
 from cadenza.errors import CallbackError
 from cadenza.hooks.dispatch import Hooks, hooks_of
-from cadenza.loops.foreign import adapt, adapted
+from cadenza.loops.foreign_callbacks import adapt, adapted
 from cadenza.testing import check_callback, prove_resume, simulate, tiny_loader, tiny_run, tiny_trainer
 from cadenza.timetravel import replay_step, what_if
 from tests.engine.test_calls import PER_BATCH, PER_STEP, Work, by_cadenza, calls_a_batch, evaluated_by_cadenza, loss_of, sgd

@@ -29,7 +29,7 @@ from cadenza.compat.nemo.core.callbacks import NeMoCallback
 from cadenza.compat.nemo10.core import ActionCallback
 from cadenza.errors import StateError
 from cadenza.hooks.dispatch import hooks_of
-from cadenza.status.plain import decode, encode, first_difference
+from cadenza.status.encoding import decode, encode, first_difference
 from cadenza.testing import launch, prove_resume, tiny_loader, tiny_trainer
 from cadenza.testing.proof import CLOCKS, results_of, without_clocks
 from tests.long import seeds

@@ -1,6 +1,6 @@
 """A private name of another package may go with its next version: each fallback of docs/private.md, with the name removed.
 
-`cadenza.optim.stepping`, the backward pass and numpy's generator have tests in tests/optim and tests/loading.
+`cadenza.optim.fast_step`, the backward pass and numpy's generator have tests in tests/optim and tests/loading.
 """
 
 from __future__ import annotations

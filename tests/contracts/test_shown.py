@@ -25,7 +25,7 @@ from cadenza.loading import Mixture, Shard, TensorBatches, resumable
 from cadenza.sinks import Csv, Mlflow, ProgressBar
 from cadenza.status.formats import counted
 from cadenza.status.markup import notebook_table
-from cadenza.status.shown import brief
+from cadenza.status.reprs import brief
 from cadenza.testing import Recorder, tiny_loader, tiny_run, tiny_trainer
 from cadenza.text.hints import hints
 from cadenza.timetravel import Difference, replay_capsule, replay_step, what_if
@@ -289,7 +289,7 @@ def test_no_sentence_of_the_package_makes_a_plural_of_its_own() -> None:
         "report/chart.py",
         "report/curves.py",
         "sinks/progress_bar.py",  # a speed
-        "testing/launching.py",
+        "testing/launcher.py",
         "loops/part.py",  # in run.json, where a comma would be new
     }
     source = Path(cadenza.__file__).parent

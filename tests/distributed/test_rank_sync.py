@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from cadenza import Callback, Run, on
 from cadenza.callbacks import Checkpoint, LogTraining
-from cadenza.drivers import DdpDriver, Driver, driver_of, joining
-from cadenza.drivers.joining import rendezvous_of
+from cadenza.drivers import DdpDriver, Driver, driver_of, rendezvous
+from cadenza.drivers.rendezvous import rendezvous_of
 from cadenza.drivers.sharding import local
 from cadenza.engine import rank_sync
 from cadenza.engine.session import session_of
@@ -394,7 +394,7 @@ def test_nccl_waits_longer_than_the_exchange_that_names_a_late_rank(
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **options: given.update(options))
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    joining.join(joining.Rendezvous(0, 0, 1, "127.0.0.1", port, False), backend, timeout_s=20)
+    rendezvous.join(rendezvous.Rendezvous(0, 0, 1, "127.0.0.1", port, False), backend, timeout_s=20)
     assert given["timeout"].total_seconds() == limit_s
 
 
@@ -405,8 +405,8 @@ def test_nccl_connects_at_the_start_and_its_records_lie_in_the_directory_of_the_
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **options: given.update(options))
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    at = joining.Rendezvous(0, 0, 1, "127.0.0.1", port, False)
-    joining.join(at, "cpu:gloo,cuda:nccl", timeout_s=20, device=torch.device("cuda", 0))
+    at = rendezvous.Rendezvous(0, 0, 1, "127.0.0.1", port, False)
+    rendezvous.join(at, "cpu:gloo,cuda:nccl", timeout_s=20, device=torch.device("cuda", 0))
     assert given["device_id"] == torch.device("cuda", 0)
 
     def dumped() -> list[str | None]:

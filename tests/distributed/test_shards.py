@@ -21,7 +21,7 @@ from cadenza.checkpoint.store.files import Facts, LocalFiles
 from cadenza.checkpoint.store.shards import Listed, Shard, Stored
 from cadenza.commands.main import main as cadenza
 from cadenza.drivers import Driver
-from cadenza.drivers.agreeing import ALONE
+from cadenza.drivers.consensus import ALONE
 from cadenza.drivers.sharding import all_laid_out, optimizer_laid_out
 from cadenza.errors import CheckpointFormatError, CheckpointLostError, DirectoryError, DistributedError
 from cadenza.hooks.dispatch import hooks_of

@@ -17,7 +17,7 @@ from cadenza.commands.main import main
 from cadenza.engine.plan import never
 from cadenza.engine.session import session_of
 from cadenza.errors import DirectoryError
-from cadenza.hooks.counting import counting_of
+from cadenza.hooks.counters import counting_of
 from cadenza.hooks.dispatch import hooks_of
 from cadenza.hooks.moments import Moment, moments_of
 from cadenza.testing import Recorder, launch, tiny_loader, tiny_model, tiny_run, tiny_trainer

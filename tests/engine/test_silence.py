@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from cadenza import Callback, Run, on
-from cadenza.drivers.failing import Waits
+from cadenza.drivers.first_error import Waits
 from cadenza.drivers.group import Tree
 from cadenza.engine.error_context import whereabouts
 from cadenza.engine.rank_sync import Silence

@@ -25,7 +25,7 @@ from cadenza.engine.module_state import Statistics
 from cadenza.engine.session import session_of
 from cadenza.errors import DataError
 from cadenza.loading.rng import RNGState
-from cadenza.status.plain import first_difference
+from cadenza.status.encoding import first_difference
 from cadenza.testing import Recorder, prove_resume, tiny_loader, tiny_run, tiny_trainer
 from cadenza.timetravel import replay_capsule
 

@@ -11,7 +11,7 @@ import pytest
 from cadenza import At, Between, Callback, Counters, Every, First, Last, Progress, Schedule, When, on
 from cadenza.callbacks import Checkpoint, Evaluate, LogTraining
 from cadenza.errors import ScheduleError
-from cadenza.hooks.counting import COUNTERS, STEP_END, Counter, Reading
+from cadenza.hooks.counters import COUNTERS, STEP_END, Counter, Reading
 from cadenza.hooks.listener import Listener, Trigger
 from cadenza.hooks.schedule import FORMS, Interval
 from cadenza.hooks.subscription import periodic

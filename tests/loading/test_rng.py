@@ -16,7 +16,7 @@ from cadenza import Callback, on
 from cadenza.callbacks import Capsule, Checkpoint
 from cadenza.loading import TensorBatches, resumable, rng
 from cadenza.loading.rng import RNGState, derive_seed, isolated_rng, numpy_capture, numpy_restore, seed_all, seed_host
-from cadenza.status.plain import first_difference
+from cadenza.status.encoding import first_difference
 from cadenza.testing import tiny_loader, tiny_run, tiny_trainer
 from tests.engine.parts import Stream, Unsized
 from tests.loading.data import AtOnce, Buckets, Numbers, epochs_of, loader_of, noise_of, noisy_collate, plain, rest_of

@@ -17,7 +17,7 @@ from torch.optim.swa_utils import SWALR
 from cadenza import Callback, Run, on
 from cadenza.callbacks import ClipGradients, Evaluate, LearningRate
 from cadenza.engine.session import session_of
-from cadenza.optim import stepping
+from cadenza.optim import fast_step
 from cadenza.optim.optimizers import fuse
 from cadenza.optim.precision import BackwardPass, precision_of
 from cadenza.testing import tiny_loader, tiny_model, tiny_run, tiny_trainer
@@ -305,7 +305,7 @@ def has_gone_through_torchs_wrapper(optimizer: Optimizer, monkeypatch: pytest.Mo
 
     with monkeypatch.context() as patch:
         patch.setattr(torch.autograd.profiler, "record_function", Noted)
-        stepping.step(optimizer)
+        fast_step.step(optimizer)
     return any(one.startswith("Optimizer.step#") for one in names)
 
 
@@ -349,10 +349,10 @@ def test_profilers_see_its_record_and_hooks_are_called_also_with_a_scheduler(sch
     scheduler = StepLR(optimizer, 1) if scheduled else None
     for profiler in (torch.profiler.profile(), torch.autograd.profiler.profile()):
         with profiler as profile:
-            stepping.step(optimizer)
+            fast_step.step(optimizer)
         assert "Optimizer.step#SGD.step" in {event.key for event in profile.key_averages()}
     optimizer.register_step_post_hook(lambda *_: calls.append("after"))
-    stepping.step(optimizer)
+    fast_step.step(optimizer)
     if scheduler:
         scheduler.step()
     assert calls == ["after"]
@@ -365,9 +365,9 @@ def test_hooks_of_an_optimizer_and_of_all_are_called(of_all: bool) -> None:
     everyone = register_optimizer_step_pre_hook, register_optimizer_step_post_hook
     for name, register in zip(("before", "after"), everyone if of_all else own, strict=True):
         handle = register(lambda *_, name=name: calls.append(name))
-        stepping.step(optimizer)
+        fast_step.step(optimizer)
         handle.remove()
-    stepping.step(optimizer)
+    fast_step.step(optimizer)
     assert calls == ["before", "after"]
 
 
@@ -443,7 +443,7 @@ def test_a_step_that_a_tool_has_replaced_or_wrapped_is_called(where: str, monkey
     if where == "class before a scheduler":
         StepLR(optimizer, 1)
         monkeypatch.undo()
-    stepping.step(optimizer)
+    fast_step.step(optimizer)
     assert calls == ["tool"]
 
 
@@ -453,17 +453,17 @@ def test_the_step_of_another_optimizer_is_called() -> None:
     optimizer, other = torch.optim.SGD(weights, lr=0.1), torch.optim.SGD(others, lr=0.1)
     StepLR(other, 1)
     vars(optimizer)["step"] = vars(other)["step"]
-    stepping.step(optimizer)
+    fast_step.step(optimizer)
     assert all(map(torch.equal, weights, parameters()))
     assert not any(map(torch.equal, others, parameters()))
 
 
 def test_a_version_of_torch_with_another_wrapper_of_schedulers_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert stepping._code_within(LRScheduler.__init__, "no such function", "wrapper") is None
+    assert fast_step._code_within(LRScheduler.__init__, "no such function", "wrapper") is None
     optimizer = torch.optim.SGD(parameters(), lr=0.1)
     StepLR(optimizer, 1)
     assert not has_gone_through_torchs_wrapper(optimizer, monkeypatch)
-    monkeypatch.setattr(stepping, "_TRACKER", None)
+    monkeypatch.setattr(fast_step, "_TRACKER", None)
     assert has_gone_through_torchs_wrapper(optimizer, monkeypatch)
 
 
@@ -477,7 +477,7 @@ def test_what_is_no_optimizer_of_torch_is_called_by_its_step() -> None:
 
     weights = parameters()
     before = weights[0].clone()
-    stepping.step(Wrapper(torch.optim.SGD(weights, lr=0.1)))
+    fast_step.step(Wrapper(torch.optim.SGD(weights, lr=0.1)))
     assert not torch.equal(weights[0], before)
 
 
@@ -493,9 +493,9 @@ def test_a_version_of_torch_that_wraps_in_another_way_is_called(missing: str, mo
     method: Any = Method()
     method.__module__ = "torch.optim.sgd"
     if missing == "__wrapped__":
-        method.__code__ = stepping._WRAPPER
+        method.__code__ = fast_step._WRAPPER
     monkeypatch.setattr(torch.optim.SGD, "step", method)
-    stepping.step(torch.optim.SGD(parameters(), lr=0.1))
+    fast_step.step(torch.optim.SGD(parameters(), lr=0.1))
     assert Method.calls == 1
 
 

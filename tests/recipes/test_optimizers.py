@@ -21,7 +21,7 @@ from cadenza import Callback, Run, Trainer, load_weights, on, supervised
 from cadenza.callbacks import Checkpoint, Evaluate, LearningRate, LogTraining
 from cadenza.errors import CheckpointFormatError, CheckpointMismatchError, StateError
 from cadenza.loading import TensorBatches
-from cadenza.status.plain import decode, encode, first_difference, same
+from cadenza.status.encoding import decode, encode, first_difference, same
 from cadenza.testing import tiny_loader, tiny_model, tiny_trainer
 from tests.recipes.pages import executed
 

@@ -18,7 +18,7 @@ from cadenza import Audio, Callback, Figure, Histogram, History, Image, Record, 
 from cadenza.callbacks import Checkpoint, LogTraining
 from cadenza.records import metric_buffer
 from cadenza.records.metric_buffer import MetricBuffer
-from cadenza.status.plain import first_difference
+from cadenza.status.encoding import first_difference
 from cadenza.status.progress import Counters
 from cadenza.testing import launch, prove_resume, tiny_run, tiny_trainer
 from tests.distributed.parts import own_rank, trainer

@@ -24,13 +24,13 @@ from cadenza.checkpoint.store.content import Part, write_part, write_whole
 from cadenza.checkpoint.store.files import LocalFiles, RemoteFiles
 from cadenza.checkpoint.store.shards import Shard, Stored, layout_of, part_file
 from cadenza.drivers import Driver
-from cadenza.drivers.agreeing import ALONE, Meeting
+from cadenza.drivers.consensus import ALONE, Meeting
 from cadenza.drivers.group import GroupDriver
 from cadenza.drivers.sharding import chunk_of
 from cadenza.errors import CheckpointError, DistributedError, StateError
 from cadenza.files.disk import Unflushed
 from cadenza.loading.rng import RNGState
-from cadenza.status.plain import encode, host_copy
+from cadenza.status.encoding import encode, host_copy
 from cadenza.testing import launch
 from tests.distributed.drivers import ddp, fsdp, single
 from tests.distributed.parts import adamw, flip_last_byte

@@ -23,10 +23,10 @@ from cadenza import Callback, Run, on
 from cadenza.callbacks import Checkpoint, Evaluate, Recover
 from cadenza.callbacks.profile import rank_times
 from cadenza.drivers import SingleDriver, group
-from cadenza.drivers.agreeing import Meeting, over_store
 from cadenza.drivers.base import Reduction
-from cadenza.drivers.comparing import Comparison
-from cadenza.drivers.failing import Post, Posts, Waits, culprit, interval
+from cadenza.drivers.collective_check import Comparison
+from cadenza.drivers.consensus import Meeting, over_store
+from cadenza.drivers.first_error import Post, Posts, Waits, culprit, interval
 from cadenza.drivers.group import Tree
 from cadenza.engine.start_checks import check_alike
 from cadenza.errors import DistributedError

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 from cadenza import Counters, Progress
 from cadenza.errors import CheckpointFormatError, StateError
-from cadenza.status.plain import State, decode, encode, first_difference, host_copy, same
+from cadenza.status.encoding import State, decode, encode, first_difference, host_copy, same
 from cadenza.status.progress import Accumulation, Change, Unit
-from cadenza.status.shown import signature_of
+from cadenza.status.reprs import signature_of
 from cadenza.testing import tiny_run
 from tests.long import seeds
 

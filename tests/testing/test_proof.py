@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from cadenza import Callback, Run, Trainer, on
 from cadenza.testing import prove_resume, tiny_loader, tiny_trainer
-from cadenza.testing.launching import FreshProcesses
+from cadenza.testing.launcher import FreshProcesses
 
 
 def trainer_with(*callbacks: Callback, **arguments: Any) -> Callable[[Path], Trainer]:

@@ -36,10 +36,10 @@ if TYPE_CHECKING:
     from cadenza.callbacks.time_limit import TimeLimit as TimeLimit
     from cadenza.callbacks.timer import Timer as Timer
     from cadenza.callbacks.warmup import Warmup as Warmup
-    from cadenza.checkpoint.keeping import Best as Best
+    from cadenza.checkpoint.keep_rules import Best as Best
     from cadenza.timetravel.capsule import Capsule as Capsule
-    from cadenza.timetravel.finding import FindBatchSize as FindBatchSize
-    from cadenza.timetravel.finding import FindLearningRate as FindLearningRate
+    from cadenza.timetravel.finders import FindBatchSize as FindBatchSize
+    from cadenza.timetravel.finders import FindLearningRate as FindLearningRate
     from cadenza.timetravel.fingerprint import Fingerprint as Fingerprint
     from cadenza.timetravel.loss_signs import NonFinite as NonFinite
     from cadenza.timetravel.loss_signs import Spike as Spike

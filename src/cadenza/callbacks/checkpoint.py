@@ -7,7 +7,7 @@ from functools import partial
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
-from cadenza.checkpoint.keeping import KEEP_LAST, BestOf, Keep, KeepRules
+from cadenza.checkpoint.keep_rules import KEEP_LAST, BestOf, Keep, KeepRules
 from cadenza.checkpoint.retention import Member
 from cadenza.checkpoint.store import Store
 from cadenza.checkpoint.store.checkpoints import probe_on_all_ranks
@@ -24,7 +24,7 @@ from cadenza.hooks.schedule import Interval, Schedule
 from cadenza.hooks.subscription import periodic
 from cadenza.optim.held_weights import holders_in
 from cadenza.status.decisions import COMPLETE, Outcome
-from cadenza.status.preemption import handle_signals
+from cadenza.status.signals import handle_signals
 from cadenza.text.hints import answered
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
-from cadenza.drivers.matching import Choice, check_choice, named_matches
+from cadenza.drivers.name_patterns import Choice, check_choice, named_matches
 from cadenza.drivers.sharding import is_sharded, locals_of, total_norm
 from cadenza.engine.compiled_step import Clip
 from cadenza.hooks.listener import Listener, silent

@@ -24,7 +24,7 @@ from cadenza.loading.loaders import check_loader
 from cadenza.optim.averaging import Averaging
 from cadenza.optim.held_weights import holders_in, no_such_weights
 from cadenza.status.formats import counted
-from cadenza.status.shown import as_call
+from cadenza.status.reprs import as_call
 from cadenza.text.hints import answered
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from cadenza.drivers.matching import named_matches
+from cadenza.drivers.name_patterns import named_matches
 from cadenza.engine.module_state import module_flags_of
 from cadenza.hooks.dispatch import hooks_of
 from cadenza.hooks.listener import Listener, silent

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from cadenza.drivers.matching import Choice, check_choice, matches, named_matches
+from cadenza.drivers.name_patterns import Choice, check_choice, matches, named_matches
 from cadenza.drivers.sharding import whole
-from cadenza.hooks.counting import STEP_END, Counting, Reading
+from cadenza.hooks.counters import STEP_END, Counting, Reading
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
 from cadenza.hooks.schedule import Interval, Schedule, Steady

@@ -35,7 +35,7 @@ from cadenza.optim.rates import (
 from cadenza.optim.settings import Compared, Settings, first_rates, plain, set_rates, settings_of
 from cadenza.status.decisions import decide
 from cadenza.status.formats import counted, plural
-from cadenza.status.shown import brief, signature_of
+from cadenza.status.reprs import brief, signature_of
 from cadenza.text.hints import answered
 
 if TYPE_CHECKING:

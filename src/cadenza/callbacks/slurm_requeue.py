@@ -15,7 +15,7 @@ from cadenza.hooks.dispatch import hooks_of
 from cadenza.hooks.moments import Callback
 from cadenza.hooks.order import Phase, Relation
 from cadenza.status.decisions import decide
-from cadenza.status.preemption import WatchesSignals
+from cadenza.status.signals import WatchesSignals
 
 if TYPE_CHECKING:
     from cadenza.run import Run

@@ -17,7 +17,7 @@ from cadenza.errors import NonFiniteError
 from cadenza.hooks.listener import Listener, silent
 from cadenza.hooks.moments import Callback
 from cadenza.hooks.order import Phase, Relation
-from cadenza.optim.finite import all_finite, first_not_finite, tensors_at
+from cadenza.optim.non_finite import all_finite, first_not_finite, tensors_at
 from cadenza.optim.settings import Compared
 from cadenza.status.decisions import decide
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from cadenza.engine.session import session_of
-from cadenza.hooks.counting import Length
+from cadenza.hooks.counters import Length
 from cadenza.hooks.listener import Listener, silent
 from cadenza.hooks.moments import Callback
 from cadenza.hooks.order import Phase, Relation

@@ -20,7 +20,7 @@ from cadenza.engine.compiled_step import CompiledStep
 from cadenza.engine.session import Loops, Session
 from cadenza.errors import CadenzaError, CheckpointMismatchError, DataError
 from cadenza.loading import Consumed, num_batches
-from cadenza.loading.data_course import DataCourse
+from cadenza.loading.batch_log import DataCourse
 from cadenza.loading.loaders import length_of
 from cadenza.loading.resumable_base import ResumableLoader
 from cadenza.loading.rng import RNGState, derive_seed

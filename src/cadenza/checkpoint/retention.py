@@ -13,7 +13,7 @@ from operator import attrgetter
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from cadenza.checkpoint.keeping import Best, KeepRules, Kept, Known, best_of, is_among_best, line_of
+from cadenza.checkpoint.keep_rules import Best, KeepRules, Kept, Known, best_of, is_among_best, line_of
 from cadenza.checkpoint.store import Saved, Store
 from cadenza.checkpoint.store.files import BEST, LAST, best_link
 from cadenza.checkpoint.store.reading import check

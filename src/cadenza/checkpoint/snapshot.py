@@ -32,8 +32,8 @@ from cadenza.optim.model_state import buffers_of, load_by_model, load_into, plai
 from cadenza.optim.optimizers import is_of_torch
 from cadenza.optim.settings import Difference
 from cadenza.records.scalars import ArrivingNumbers
+from cadenza.status.encoding import encode, first_unbuilt, host_copy, is_built_of_tensors
 from cadenza.status.formats import few
-from cadenza.status.plain import encode, first_unbuilt, host_copy, is_built_of_tensors
 
 
 @dataclass(slots=True)

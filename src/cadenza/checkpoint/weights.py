@@ -19,8 +19,8 @@ from cadenza.checkpoint.store import Loaded
 from cadenza.checkpoint.store.files import is_link_name
 from cadenza.checkpoint.store.manifest import best_brief
 from cadenza.drivers import Driver
-from cadenza.drivers.agreeing import agreed
-from cadenza.drivers.materializing import tensors_in_file
+from cadenza.drivers.consensus import agreed
+from cadenza.drivers.meta_tensors import tensors_in_file
 from cadenza.drivers.sharding import is_sharded, whole
 from cadenza.engine.session import Session
 from cadenza.errors import CheckpointError, CheckpointMismatchError, nearest
@@ -29,8 +29,8 @@ from cadenza.hooks.moments import HeldWeights
 from cadenza.loading.evaluation import Evaluation
 from cadenza.optim.held_weights import holders_in, in_place, no_such_weights
 from cadenza.optim.model_state import buffers_of, decides, load_by_model, load_into, plain_name, state_of, untied
+from cadenza.status.encoding import host_copy
 from cadenza.status.formats import few, in_json
-from cadenza.status.plain import host_copy
 
 T = TypeVar("T")
 

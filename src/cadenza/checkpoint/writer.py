@@ -21,10 +21,10 @@ from cadenza.checkpoint.store.content import DeviceBuffers, HostBuffers, JoinedF
 from cadenza.checkpoint.store.files import BEST, LAST
 from cadenza.checkpoint.store.manifest import best_brief, best_text
 from cadenza.checkpoint.weights import LEFT_OUT
-from cadenza.drivers.agreeing import ALONE, Meeting
+from cadenza.drivers.consensus import ALONE, Meeting
 from cadenza.engine.session import Session
 from cadenza.hooks.moments import Callback
-from cadenza.status.plain import host_copy
+from cadenza.status.encoding import host_copy
 from cadenza.status.progress import Counters
 
 

@@ -7,10 +7,10 @@ from types import ModuleType
 
 from cadenza.commands.importing import guarded, imported, nothing_on_stdout
 from cadenza.commands.output import add_json, print_json, say
-from cadenza.engine.course import Calendar
+from cadenza.engine.dry_run import Calendar
 from cadenza.engine.plan import Plan
 from cadenza.errors import CadenzaError, nearest
-from cadenza.status.shown import signature_of
+from cadenza.status.reprs import signature_of
 from cadenza.trainer import Trainer
 
 

@@ -18,7 +18,7 @@ from cadenza.commands.output import add_json, clean, complain, fitting, print_js
 from cadenza.compat.adapter.surface.surface import Surface, distinct, sentence, surface_of
 from cadenza.errors import CadenzaError, nearest
 from cadenza.hooks.moments import BaseCallback
-from cadenza.loops.foreign import ADAPTERS, base_of
+from cadenza.loops.foreign_callbacks import ADAPTERS, base_of
 from cadenza.status.formats import counted
 
 _LAZY = "Callback"  # lazily imported names with this suffix are callback classes

@@ -6,9 +6,9 @@ from cadenza.lazy import contents
 
 if TYPE_CHECKING:
     from cadenza.drivers.base import Driver as Driver
-    from cadenza.drivers.choosing import driver_of as driver_of
     from cadenza.drivers.ddp import DdpDriver as DdpDriver
     from cadenza.drivers.fsdp import FsdpDriver as FsdpDriver
+    from cadenza.drivers.selection import driver_of as driver_of
     from cadenza.drivers.single import SingleDriver as SingleDriver
     from cadenza.drivers.tensor_parallel import TensorParallel as TensorParallel
 

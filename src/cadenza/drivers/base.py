@@ -13,9 +13,9 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
-from cadenza.drivers.agreeing import Meeting
-from cadenza.drivers.failing import Post
-from cadenza.drivers.materializing import check_can_materialize
+from cadenza.drivers.consensus import Meeting
+from cadenza.drivers.first_error import Post
+from cadenza.drivers.meta_tensors import check_can_materialize
 from cadenza.drivers.sharding import Readable
 from cadenza.loading.shards import Shard
 

@@ -15,7 +15,7 @@ from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from cadenza.drivers.group import GroupDriver, Limits, check_above_zero, check_switches
-from cadenza.drivers.materializing import materialize
+from cadenza.drivers.meta_tensors import materialize
 from cadenza.drivers.sharding import is_sharded
 from cadenza.drivers.single import is_split
 from cadenza.errors import DistributedError

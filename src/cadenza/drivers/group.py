@@ -24,11 +24,11 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from cadenza.drivers.agreeing import Meeting, over_store
 from cadenza.drivers.base import Driver, Reduction
-from cadenza.drivers.comparing import Comparison
-from cadenza.drivers.failing import Failure, Post, Posts, own_client
-from cadenza.drivers.joining import NCCL_WAITS_LONGER, check_open_files, join, launched, rendezvous_of
+from cadenza.drivers.collective_check import Comparison
+from cadenza.drivers.consensus import Meeting, over_store
+from cadenza.drivers.first_error import Failure, Post, Posts, own_client
+from cadenza.drivers.rendezvous import NCCL_WAITS_LONGER, check_open_files, join, launched, rendezvous_of
 from cadenza.errors import DistributedError
 from cadenza.loading.batches import Mover
 from cadenza.loading.shards import Shard

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from cadenza.errors import StateError
-from cadenza.status.plain import is_built_of_tensors, parts_of_tensor
+from cadenza.status.encoding import is_built_of_tensors, parts_of_tensor
 
 Region = tuple[slice, ...]
 """A part of a tensor: a range of indices for each dimension."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from cadenza.drivers.base import Driver, Reduction
-from cadenza.drivers.materializing import materialize
+from cadenza.drivers.meta_tensors import materialize
 from cadenza.loading.batches import Mover
 
 

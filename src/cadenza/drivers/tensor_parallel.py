@@ -9,9 +9,9 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
-from cadenza.drivers.matching import named_matches
+from cadenza.drivers.name_patterns import named_matches
 from cadenza.status.formats import counted
-from cadenza.status.shown import brief
+from cadenza.status.reprs import brief
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -16,11 +16,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from cadenza.drivers.materializing import tensors_of
+from cadenza.drivers.meta_tensors import tensors_of
 from cadenza.engine.objective import supervised
 from cadenza.errors import CallbackError, DataError, ScheduleError, nearest
 from cadenza.files.paths import local_path
-from cadenza.hooks.counting import Length, kept
+from cadenza.hooks.counters import Length, kept
 from cadenza.hooks.moments import BaseCallback, Callback, check_settings, moments_of
 from cadenza.hooks.numbers import whole_number
 from cadenza.hooks.schedule import Schedule
@@ -34,7 +34,7 @@ from cadenza.optim.rates import is_counted
 from cadenza.optim.settings import Settings
 from cadenza.status.formats import counted, few
 from cadenza.status.progress import Accumulation, Change, Progress
-from cadenza.status.shown import brief, signature_of
+from cadenza.status.reprs import brief, signature_of
 from cadenza.text.hints import hints, moment_meant
 
 

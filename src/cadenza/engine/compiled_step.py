@@ -27,7 +27,7 @@ from cadenza.engine.session import Session
 from cadenza.hooks.dispatch import Closer, Hooks
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
-from cadenza.optim import stepping
+from cadenza.optim import fast_step
 from cadenza.optim.parameters import parameters_of
 from cadenza.optim.precision import BackwardPass, Precision
 from cadenza.status.formats import counted, duration
@@ -290,12 +290,12 @@ class CompiledStep(BackwardPass):
     def step(self, optimizer: Optimizer) -> None:
         """Let an optimizer step, unless the compiled function has done it."""
         if self._is_updated:
-            stepping.note_call(optimizer)
+            fast_step.note_call(optimizer)
             return
         held = parameters_of(self._session.optimizers)
         self._unused = [index for index, own in enumerate(held) if own.requires_grad and own.grad is None]
         self._groups = []  # of other parameters, perhaps
-        stepping.step(optimizer)
+        fast_step.step(optimizer)
 
     # -- whether a step is compiled ----------------------------------------------------------------
 
@@ -321,7 +321,7 @@ class CompiledStep(BackwardPass):
                 return "batches of another shape than the first are not compiled"
             self._layout, self._shape = layout, text
         for optimizer in session.optimizers:
-            if not stepping.is_bare(optimizer):
+            if not fast_step.is_bare(optimizer):
                 return f"{type(optimizer).__name__} has hooks, or a step of another class"
         if session.extra_parameters.parameters:
             return "an optimizer holds parameters outside of the model"
@@ -469,7 +469,7 @@ def _unused_in(groups: Sequence[Group]) -> list[Tensor]:
 def _put_back(precision: Precision) -> None:
     """Let go of the compiled step: with bf16 it refers to the precision, and no garbage collection is needed to free a run."""
     precision.backward_pass = BackwardPass()
-    precision.take_step = stepping.step
+    precision.take_step = fast_step.step
 
 
 def _new_rate(device: torch.device) -> Tensor:

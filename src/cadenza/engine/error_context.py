@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 import cadenza
-from cadenza.drivers.failing import Post, Waits
+from cadenza.drivers.first_error import Post, Waits
 from cadenza.engine.memory import is_out_of_memory, memory_held
 from cadenza.engine.objective import ModelsOwnLoss
 from cadenza.engine.session import Loops, Session
@@ -152,8 +152,8 @@ _IN_EVALUATION = ("cadenza.engine.evaluation", "cadenza.engine.tally", "cadenza.
 _IN_LOOP = {
     ("cadenza.engine.loop", "Training.fetch"): "the training loader",
     ("cadenza.engine.loop", "Training.compute"): "compute_loss",
-    ("cadenza.engine.updating", "backward"): "the backward pass",
-    ("cadenza.engine.updating", "update"): "the update of the weights",
+    ("cadenza.engine.weight_update", "backward"): "the backward pass",
+    ("cadenza.engine.weight_update", "update"): "the update of the weights",
 }
 
 

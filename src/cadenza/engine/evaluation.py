@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from cadenza.drivers import Driver
-from cadenza.drivers.agreeing import by_main_from_all
-from cadenza.drivers.comparing import BeforeCollectives
+from cadenza.drivers.collective_check import BeforeCollectives
+from cadenza.drivers.consensus import by_main_from_all
 from cadenza.engine.error_context import described, explained, whereabouts
 from cadenza.engine.monitor import check_reported, reports_nothing
 from cadenza.engine.objective import joined, on_host
@@ -33,9 +33,9 @@ from cadenza.loading.evaluation import Evaluation
 from cadenza.loading.rng import preserve_rng_state
 from cadenza.records.tables import Format, Table, column_of, format_of, plain_value, writing
 from cadenza.status.decisions import Requests
+from cadenza.status.encoding import is_array
 from cadenza.status.formats import counted
 from cadenza.status.outputs import Outputs, parts_of
-from cadenza.status.plain import is_array
 
 if TYPE_CHECKING:
     from cadenza.drivers import Driver

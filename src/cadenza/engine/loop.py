@@ -12,8 +12,8 @@ import torch
 from cadenza.engine import boundary
 from cadenza.engine.error_context import explain
 from cadenza.engine.session import UNDER_WAY, Session
-from cadenza.engine.updating import backward, drop_gradients, finish_window
 from cadenza.engine.verbs import OF_LOOP, Verbs
+from cadenza.engine.weight_update import backward, drop_gradients, finish_window
 from cadenza.errors import DataError
 from cadenza.hooks.moments import Callback
 from cadenza.status.decisions import RESUMABLE, Outcome

@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from cadenza.drivers.base import Driver
-from cadenza.drivers.matching import check_choice, named_matches
+from cadenza.drivers.name_patterns import check_choice, named_matches
 from cadenza.drivers.sharding import same_bits
 from cadenza.engine.step_state import Decide
 from cadenza.optim.model_state import is_compiled, plain_name

@@ -16,7 +16,7 @@ from cadenza.hooks.dispatch import Hooks, hooks_of
 from cadenza.hooks.moments import BaseCallback, Callback
 from cadenza.hooks.order import Phase
 from cadenza.loading.evaluation import Evaluation
-from cadenza.status.shown import brief
+from cadenza.status.reprs import brief
 
 if TYPE_CHECKING:
     from cadenza.run import Run

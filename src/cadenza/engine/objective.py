@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from cadenza.drivers.sharding import is_sharded
 from cadenza.errors import DataError, LossError
 from cadenza.status.outputs import Outputs, scalar
-from cadenza.status.shown import brief, signature_of
+from cadenza.status.reprs import brief, signature_of
 from cadenza.text.hints import hints
 
 

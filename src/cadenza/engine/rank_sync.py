@@ -39,7 +39,7 @@ from cadenza.engine.metric_log import is_number, mean_on_its_way, mean_over_rank
 from cadenza.engine.objective import count_in, counted_tokens, reported_tokens
 from cadenza.engine.step_state import Cursor, Decide, Saver, SharedProgress, StepState, number_on_host
 from cadenza.errors import LossError
-from cadenza.hooks.counting import exchanged
+from cadenza.hooks.counters import exchanged
 from cadenza.hooks.dispatch import Hooks
 from cadenza.hooks.moments import Callback, Moment
 from cadenza.optim.parameters import parameters_of
@@ -262,7 +262,6 @@ class SharedSync(RankSync):
         self._leave = self._ends = False  # all ranks know that the epoch, or the run, is to end
         self._synchronized = False  # no request can have come since the last exchange
         self._speaks = True  # a hook may have made a request, or logged, in this step
-        self.saves = ""  # why all ranks save at this step boundary
         self._waits = False  # as all ranks know, a request or numbers of a rank wait for the end of this step
         self._given: int | None = 0
         self._tokens = 0  # those of this rank that are not sent yet

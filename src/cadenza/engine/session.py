@@ -31,8 +31,8 @@ from cadenza.optim.settings import Settings
 from cadenza.records.directory import RunDirectory
 from cadenza.records.logs import RankLog
 from cadenza.status.decisions import Decision, Outcome
+from cadenza.status.encoding import State
 from cadenza.status.formats import for_screen
-from cadenza.status.plain import State
 from cadenza.status.progress import Progress
 from cadenza.status.run_info import working_directory
 

@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from cadenza.drivers.agreeing import by_main
 from cadenza.drivers.base import Driver
+from cadenza.drivers.consensus import by_main
 from cadenza.engine.arguments import absolute_folder, check_changes, check_schedule, check_some_batch, useless_changes
 from cadenza.engine.module_state import breaks_since
 from cadenza.engine.objective import ModelsOwnLoss, no_loss

@@ -17,8 +17,8 @@ from cadenza.errors import LossError, notes_of
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
 from cadenza.loading import ResumableLoader
+from cadenza.loading.batch_log import DataCourse
 from cadenza.loading.batches import moved
-from cadenza.loading.data_course import DataCourse
 from cadenza.loading.rng import RNGState
 from cadenza.loading.shards import PERMUTED
 from cadenza.records.scalars import as_number, weighted_sum, widened

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from cadenza.drivers import Driver
-from cadenza.drivers.agreeing import by_main, by_main_from_all
-from cadenza.drivers.comparing import alone
+from cadenza.drivers.collective_check import alone
+from cadenza.drivers.consensus import by_main, by_main_from_all
 from cadenza.engine.objective import count_in, on_host, predictions_in, targets_in
 from cadenza.engine.step_state import number_on_host
 from cadenza.errors import DataError, DistributedError, LossError, nearest
@@ -29,8 +29,8 @@ from cadenza.loading.evaluation import (
     updated_together,
 )
 from cadenza.records.scalars import as_numbers, exact_zero, weighted_sum
+from cadenza.status.encoding import is_array
 from cadenza.status.outputs import Outputs, scalar
-from cadenza.status.plain import is_array
 
 if TYPE_CHECKING:
     from cadenza.run import Run

@@ -26,9 +26,9 @@ from cadenza.hooks.listener import Listener, inner, silent
 from cadenza.hooks.moments import BaseCallback, Callback
 from cadenza.optim.model_state import is_compiled
 from cadenza.records.scalars import as_numbers, exact_zero, host_number, weighted_sum
+from cadenza.status.encoding import is_array
 from cadenza.status.outputs import Outputs
-from cadenza.status.plain import is_array
-from cadenza.status.shown import brief
+from cadenza.status.reprs import brief
 
 if TYPE_CHECKING:
     from cadenza.run import Run

@@ -15,17 +15,17 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from cadenza.drivers.sharding import local
-from cadenza.engine import updating
+from cadenza.engine import weight_update
 from cadenza.engine.session import Loops, Session
 from cadenza.engine.start_checks import check_computes_batch, warn_of_new_doubts
 from cadenza.errors import LossError
+from cadenza.optim.fast_step import StepGuard
 from cadenza.optim.optimizers import needs_closure
 from cadenza.optim.parameters import distinct_gradients, parameters_of
-from cadenza.optim.stepping import StepGuard
 from cadenza.status.decisions import COMPLETE
 from cadenza.status.formats import counted
 from cadenza.status.outputs import Outputs, scalar
-from cadenza.status.shown import brief
+from cadenza.status.reprs import brief
 
 Into = Optimizer | Sequence[Optimizer] | None
 
@@ -57,7 +57,7 @@ class Verbs:
         self.own_calls.before_backward()
         alone = nullcontext() if optimizers is None else _adding_to(self.session, optimizers)
         with self.session.precision.disabled(), alone:
-            updating.backward(self.session, outputs)
+            weight_update.backward(self.session, outputs)
         self.own_calls.after_backward()
 
     def update(self, arguments: Sequence[Any]) -> Any:
@@ -74,7 +74,7 @@ class Verbs:
             session.driver.average_gradients([parameter for parameter in session.module.parameters() if id(parameter) in held])
         losses: list[Any] = []
         with session.precision.disabled():
-            updating.update(session, optimizers, closure and partial(self._step_with, closure, losses))
+            weight_update.update(session, optimizers, closure and partial(self._step_with, closure, losses))
         self.own_calls.after_update(optimizers)
         return losses[0] if losses else None
 
@@ -160,14 +160,14 @@ class StepVerbs(Verbs):
             return
         self.own_calls.before_backward()
         with session.precision.disabled():
-            updating.backward(session, step.outputs, step.window)
+            weight_update.backward(session, step.outputs, step.window)
         self.own_calls.after_backward()
 
     def update(self, arguments: Sequence[Any]) -> None:
         if arguments and [*arguments] != [*self.session.optimizers]:
             raise ValueError(f"in a loop over trainer.steps(), {_ONE_UPDATE}")
         with self.session.precision.disabled():
-            updating.finish_window(self.session)
+            weight_update.finish_window(self.session)
 
     def check_window(self) -> None:
         self.own_calls.before_update(self.session.optimizers)

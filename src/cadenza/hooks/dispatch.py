@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import proxy
 
 from cadenza.errors import CadenzaError, CallbackError, MonitorError, add_note, notes_of
-from cadenza.hooks.counting import counting_of
+from cadenza.hooks.counters import counting_of
 from cadenza.hooks.fan_out import ACTING, Calls, Failed, Scene, fan_out, profiled_fan_out
 from cadenza.hooks.listener import Listener, Trigger, restore, state_of
 from cadenza.hooks.moments import BaseCallback, Callback, Moment, checked_arguments, moments_of
@@ -21,7 +21,7 @@ from cadenza.hooks.order import arranged, name_beside, names_of
 from cadenza.hooks.schedule import Schedule, has_function
 from cadenza.profiling.spans import TIMED_MOMENTS, Profiler, Timings
 from cadenza.status.progress import Counters, Progress
-from cadenza.status.shown import brief
+from cadenza.status.reprs import brief
 
 if TYPE_CHECKING:
     from cadenza.run import Run

@@ -9,7 +9,7 @@ from heapq import heappop, heappush
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
-from cadenza.hooks.counting import COUNTERS
+from cadenza.hooks.counters import COUNTERS
 from cadenza.hooks.listener import Listener, Trigger
 from cadenza.profiling.spans import BOUNDARIES, CLOSES, OPENS
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from weakref import proxy
 
-from cadenza.hooks.counting import COUNTERS, NEVER, NOW, STEP_END, Bound, Counting, Reading, counting_of, reading, steps_until
+from cadenza.hooks.counters import COUNTERS, NEVER, NOW, STEP_END, Bound, Counting, Reading, counting_of, reading, steps_until
 from cadenza.hooks.schedule import Every, Schedule, When
-from cadenza.status.shown import brief
+from cadenza.status.reprs import brief
 
 if TYPE_CHECKING:
     from cadenza.profiling.spans import Span

@@ -11,11 +11,11 @@ from types import CodeType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
 
 from cadenza.errors import CallbackError, MomentError, OrderError, nearest
-from cadenza.hooks.counting import BATCH, STEP, counts
+from cadenza.hooks.counters import BATCH, STEP, counts
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.order import Phase, Relation
 from cadenza.hooks.schedule import brief_setting
-from cadenza.status.shown import as_call, signature_of
+from cadenza.status.reprs import as_call, signature_of
 from cadenza.text.hints import moment_meant
 
 if TYPE_CHECKING:

@@ -1,7 +1,7 @@
 """Schedules: when a listener is called. Whoever changes how ``every=`` works reads this folder, and this page first.
 
 A `Schedule` is a value without state, such as ``Every("500 steps")`` or ``At("3 epochs") | First("10 steps")``. It answers two
-questions about a firing of a moment, from two readings of the counters (`cadenza.hooks.counting.Reading`) and nothing else:
+questions about a firing of a moment, from two readings of the counters (`cadenza.hooks.counters.Reading`) and nothing else:
 
 - `Schedule.due(now, before)`: is the listener called, by the counters now and at the last firing that was looked at?
 - `Schedule.steady(now)`: which answer is sure for the firings that follow, and until which values of counters?
@@ -26,9 +26,9 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from cadenza.errors import ScheduleError
-from cadenza.hooks.counting import LENGTHS, STEP_END, Bound, Counting, Length, Reading, Unit, check_length, reading, too_late
+from cadenza.hooks.counters import LENGTHS, STEP_END, Bound, Counting, Length, Reading, Unit, check_length, reading, too_late
 from cadenza.status.formats import plural
-from cadenza.status.shown import brief
+from cadenza.status.reprs import brief
 
 if TYPE_CHECKING:
     from fractions import Fraction

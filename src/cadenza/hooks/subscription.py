@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 from weakref import proxy
 
 from cadenza.errors import MomentError, ScheduleError
-from cadenza.hooks.counting import counting_of, kept
+from cadenza.hooks.counters import counting_of, kept
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback, Moment, check_declared, check_fits
 from cadenza.hooks.schedule import At, Every, Interval, Schedule, When, has_function

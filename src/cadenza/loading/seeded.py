@@ -33,7 +33,7 @@ from cadenza.loading.loaders import end_workers, is_worker_death, length_of, set
 from cadenza.loading.resumable_base import ResumableLoader
 from cadenza.loading.rng import RNGState, derive_seed, isolated_rng, seed_host, seeds_below
 from cadenza.loading.shards import PERMUTED, KeyedOrder, Order, Permutation, PositionBatches, Shard, Unshuffled, batches_of_rank
-from cadenza.status.preemption import end_of_process, spare_this_worker
+from cadenza.status.signals import end_of_process, spare_this_worker
 
 logger: logging.Logger = logging.getLogger("cadenza")
 

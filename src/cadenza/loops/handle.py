@@ -22,9 +22,9 @@ from cadenza.hooks.dispatch import Hooks
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import BaseCallback, Callback, Moment
 from cadenza.hooks.order import Phase
-from cadenza.loops.foreign import base_of
+from cadenza.loops.foreign_callbacks import base_of
 from cadenza.run import Run
-from cadenza.status.shown import brief
+from cadenza.status.reprs import brief
 
 if TYPE_CHECKING:
     from cadenza.run import Run

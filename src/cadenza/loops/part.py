@@ -16,8 +16,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from cadenza.callbacks.checkpoint import Checkpoint
-from cadenza.checkpoint import resuming
-from cadenza.checkpoint.resuming import Start, chosen_on_all_ranks
+from cadenza.checkpoint import resumption
+from cadenza.checkpoint.resumption import Start, chosen_on_all_ranks
 from cadenza.checkpoint.snapshot import config_of
 from cadenza.drivers import Driver
 from cadenza.engine import boundary, compiled_step, start_checks
@@ -36,7 +36,7 @@ from cadenza.loading import num_batches
 from cadenza.loading.loaders import check_loader
 from cadenza.loading.rng import derive_seed, draw_seed, seed_all
 from cadenza.loading.settings import loader_hints, with_batch_size
-from cadenza.loops.foreign import adapted_list, before_fit, beforehand
+from cadenza.loops.foreign_callbacks import adapted_list, before_fit, beforehand
 from cadenza.loops.steps import end_abandoned
 from cadenza.optim import optimizers as updates
 from cadenza.optim.optimizers import Optimizers
@@ -48,10 +48,10 @@ from cadenza.records.logs import RankLog
 from cadenza.run import Run
 from cadenza.status.decisions import RESUMABLE, GoBack
 from cadenza.status.formats import counted, few
-from cadenza.status.preemption import exit_after_signal
 from cadenza.status.progress import Counters, Progress
+from cadenza.status.reprs import brief
 from cadenza.status.run_info import working_directory
-from cadenza.status.shown import brief
+from cadenza.status.signals import exit_after_signal
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -332,7 +332,7 @@ class Part:
                 self._training.finish()
         session = self._training.session
         if session.sync.requests.signal is not None:
-            resuming.tell_how_to_go_on(session, self.resume)
+            resumption.tell_how_to_go_on(session, self.resume)
         exit_after_signal(session.sync.requests.signal)
 
     # -- how it begins -----------------------------------------------------------------------------
@@ -353,7 +353,7 @@ class Part:
             ending.callback(self.rank_log.write_due, ends=True)
         training = Training(session)
         if over:
-            resuming.as_it_ended(session, files, start)
+            resumption.as_it_ended(session, files, start)
             return training
         self._watch(session, ending)
         ending.push(partial(_end, session))
@@ -367,7 +367,7 @@ class Part:
         trainer, path = self.trainer, self.trainer.directory
         check_not_empty(trainer.loader, trainer.driver.data_shard())
         given = self.resume, elsewhere(trainer.callbacks)
-        files = start_checks.main_only(trainer.driver, lambda: resuming.opened(path, *given)) if path else None
+        files = start_checks.main_only(trainer.driver, lambda: resumption.opened(path, *given)) if path else None
         if files is not None:
             ending.callback(files.release)
         return files
@@ -379,12 +379,12 @@ class Part:
         before_fit(trainer.callbacks, trainer.model)
         session = trainer._new_session(self, files)
         session.restored.branch, session.restored.recovery = start.branch, start.recovery
-        if driver.broadcast(start_checks.main_only(driver, lambda: resuming.is_over(files, session.progress, start))):
+        if driver.broadcast(start_checks.main_only(driver, lambda: resumption.is_over(files, session.progress, start))):
             return session, True
         if start.loaded is not None:
             own = start.loaded.by_rank[0].get("callbacks of the rank", {})
             session.restored.callback_states = {**start.loaded.state.get("callbacks", {}), **own}
-        resuming.begin(session, files, start, {} if files is None else self._written_facts(session))
+        resumption.begin(session, files, start, {} if files is None else self._written_facts(session))
         return session, False
 
     def _written_facts(self, session: Session) -> dict[str, Any]:
@@ -432,7 +432,7 @@ class Part:
             start_checks.warn_of_no_checkpoint(session, resume)
         start_checks.warn_of_loader(session)
         if start.loaded is not None:
-            resuming.restored(session, session.files, start, strict=self.strict)
+            resumption.restored(session, session.files, start, strict=self.strict)
             start.loaded = None  # its memory is free during the training
 
 

@@ -26,8 +26,8 @@ from cadenza.loading.rng import without_arrays
 from cadenza.optim.optimizers import load_state
 from cadenza.optim.rates import SetsRates
 from cadenza.run import Run
-from cadenza.status.plain import encode
-from cadenza.status.shown import brief
+from cadenza.status.encoding import encode
+from cadenza.status.reprs import brief
 from cadenza.text.hints import advised
 
 T = TypeVar("T")

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from cadenza.drivers.sharding import all_laid_out, is_sharded
-from cadenza.status.plain import first_difference
+from cadenza.status.encoding import first_difference
 
 _COMPILED = "_orig_mod."  # in the names of a module that torch.compile(module) returned
 

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from cadenza.drivers.sharding import is_sharded, local
+from cadenza.optim.fast_step import made_fit
 from cadenza.optim.parameters import ModelParameters, parameters_of
 from cadenza.optim.settings import settings_of
-from cadenza.optim.stepping import made_fit
-from cadenza.status.shown import signature_of
+from cadenza.status.reprs import signature_of
 
 Optimizers = Optimizer | Sequence[Optimizer] | Callable[[Any], Optimizer | Sequence[Optimizer]]
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from cadenza.optim import stepping
+from cadenza.optim import fast_step
 from cadenza.optim.parameters import distinct_gradients, parameters_of
 from cadenza.text.hints import hints
 
@@ -59,7 +59,7 @@ class Precision:
 
     def __init__(self) -> None:
         self.backward_pass: BackwardPass = BackwardPass()
-        self.take_step: Callable[[Optimizer], None] = stepping.step
+        self.take_step: Callable[[Optimizer], None] = fast_step.step
         """Lets one optimizer step."""
 
     def wrap(self, compute: Callable[..., Any]) -> Callable[..., Any]:
@@ -166,7 +166,7 @@ class Scaled(Autocast):
         left_out = [optimizer for optimizer in self._unscaled if self._overflowed(optimizer)]
         for optimizer in self._unscaled:  # not by the scaler, which would wait for the device once more
             if not _is_in(left_out, optimizer):
-                stepping.step(optimizer)
+                fast_step.step(optimizer)
         self._done += self._unscaled
         self._unscaled = []
         torch.clear_autocast_cache()

@@ -19,7 +19,7 @@ from cadenza.errors import CallbackError
 from cadenza.loading import num_batches
 from cadenza.optim.settings import limits_of, set_option
 from cadenza.status.progress import Progress
-from cadenza.status.shown import signature_of
+from cadenza.status.reprs import signature_of
 
 if TYPE_CHECKING:
     from cadenza.run import Run

@@ -25,14 +25,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from cadenza.errors import nearest
-from cadenza.hooks.counting import Length
+from cadenza.hooks.counters import Length
 from cadenza.hooks.dispatch import hooks_of
 from cadenza.hooks.schedule import Schedule
 from cadenza.loading.settings import CLASS_NAMES, loader_settings
 from cadenza.status.decisions import decide
 from cadenza.status.formats import counted, mapped
 from cadenza.status.progress import Accumulation, Progress
-from cadenza.status.shown import brief, signature_of
+from cadenza.status.reprs import brief, signature_of
 
 if TYPE_CHECKING:
     from cadenza.run import Run

@@ -24,7 +24,7 @@ from cadenza.errors import DirectoryError
 from cadenza.files.disk import flush, read_object, replacing
 from cadenza.files.locking import HOLDER, LOCK, FolderLock, HeldError, is_held
 from cadenza.files.paths import local_path
-from cadenza.loading.data_course import DataCourse
+from cadenza.loading.batch_log import DataCourse
 from cadenza.records.branch_files import ROWS, cut
 from cadenza.records.logs import GatheredLog, Log
 from cadenza.records.reading import count_in

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from cadenza.errors import DataError, MissingExtraError
 from cadenza.files.disk import replacing
+from cadenza.status.encoding import is_array
 from cadenza.status.formats import mapped, no_formula
-from cadenza.status.plain import is_array
 
 Rows = Mapping[str, Any]
 """The columns of some samples by name: each an array of shape (N, ...), or a list of N values."""

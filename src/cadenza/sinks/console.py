@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Literal
 
-from cadenza.hooks.counting import counting_of, reading
+from cadenza.hooks.counters import counting_of, reading
 from cadenza.hooks.listener import Listener, Trigger
 from cadenza.hooks.moments import Callback
 from cadenza.hooks.schedule import Interval, Schedule

@@ -7,7 +7,7 @@ from cadenza.lazy import contents
 if TYPE_CHECKING:
     from cadenza.testing.contracts import check_adapter as check_adapter
     from cadenza.testing.contracts import check_callback as check_callback
-    from cadenza.testing.launching import launch as launch
+    from cadenza.testing.launcher import launch as launch
     from cadenza.testing.proof import prove_resume as prove_resume
     from cadenza.testing.sinks import check_sink as check_sink
     from cadenza.testing.tiny import Recorder as Recorder

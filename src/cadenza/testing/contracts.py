@@ -22,9 +22,9 @@ from cadenza.errors import CallbackError, DirectoryError
 from cadenza.hooks.dispatch import Hooks, hooks_of
 from cadenza.hooks.moments import BaseCallback, Callback
 from cadenza.hooks.subscription import on
-from cadenza.loops.foreign import AdaptedCallback, AnyCallback, adapt, base_of, title_of
+from cadenza.loops.foreign_callbacks import AdaptedCallback, AnyCallback, adapt, base_of, title_of
 from cadenza.run import Run
-from cadenza.status.plain import decode, encode, first_difference
+from cadenza.status.encoding import decode, encode, first_difference
 from cadenza.testing.proof import CLOCKS, Cut, Cutter, results_of, without_clocks
 from cadenza.testing.tiny import Recorder, tiny_loader, tiny_model, tiny_run, tiny_trainer
 from cadenza.trainer import Trainer

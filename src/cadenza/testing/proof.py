@@ -27,9 +27,9 @@ from cadenza.hooks.moments import BaseCallback, Callback, moments_of
 from cadenza.loading.batches import tensors_in
 from cadenza.loading.rng import RNGState
 from cadenza.run import Run
+from cadenza.status.encoding import first_difference, host_copy
 from cadenza.status.formats import counted
-from cadenza.status.plain import first_difference, host_copy
-from cadenza.testing.launching import FreshProcesses
+from cadenza.testing.launcher import FreshProcesses
 from cadenza.trainer import Trainer
 
 Make = Callable[[Path], Trainer | Loop]

@@ -19,7 +19,7 @@ from cadenza.hooks.dispatch import hooks_of
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback, Moment, moments_of
 from cadenza.loading.evaluation import Evaluation
-from cadenza.loops.foreign import AnyCallback
+from cadenza.loops.foreign_callbacks import AnyCallback
 from cadenza.run import Run
 from cadenza.status.formats import counted
 from cadenza.status.progress import Counters

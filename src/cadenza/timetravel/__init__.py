@@ -5,14 +5,14 @@ from typing import TYPE_CHECKING
 from cadenza.lazy import contents
 
 if TYPE_CHECKING:
-    from cadenza.timetravel.asking import Answer as Answer
-    from cadenza.timetravel.asking import Answers as Answers
-    from cadenza.timetravel.asking import what_if as what_if
-    from cadenza.timetravel.replaying import Difference as Difference
-    from cadenza.timetravel.replaying import Replay as Replay
-    from cadenza.timetravel.replaying import replay_step as replay_step
     from cadenza.timetravel.second_pass import RepeatedStep as RepeatedStep
     from cadenza.timetravel.second_pass import replay_capsule as replay_capsule
+    from cadenza.timetravel.step_replay import Difference as Difference
+    from cadenza.timetravel.step_replay import Replay as Replay
+    from cadenza.timetravel.step_replay import replay_step as replay_step
+    from cadenza.timetravel.what_if_answer import Answer as Answer
+    from cadenza.timetravel.what_if_answer import Answers as Answers
+    from cadenza.timetravel.what_if_answer import what_if as what_if
 
     __all__: list[str]
 else:

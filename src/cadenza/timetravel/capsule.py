@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from cadenza.drivers.comparing import alone
+from cadenza.drivers.collective_check import alone
 from cadenza.drivers.sharding import is_sharded
 from cadenza.engine.error_context import raised_by_loader
 from cadenza.engine.module_state import Statistics
@@ -25,8 +25,8 @@ from cadenza.hooks.numbers import at_least
 from cadenza.hooks.subscription import steps_in
 from cadenza.loading.batches import tensors_in
 from cadenza.loading.rng import RNGState
-from cadenza.optim.finite import all_finite, first_not_finite
 from cadenza.optim.model_state import load_into, plain_name, state_of
+from cadenza.optim.non_finite import all_finite, first_not_finite
 from cadenza.optim.parameters import modules_of
 from cadenza.records.scalars import Arriving, arriving
 from cadenza.status.decisions import decide

@@ -16,8 +16,8 @@ from cadenza.checkpoint.store.reading import check, count, or_none, parsed
 from cadenza.errors import CheckpointDamagedError, CheckpointError, CheckpointFormatError, StateError
 from cadenza.files.disk import open_regular, read_object
 from cadenza.files.paths import local_path
+from cadenza.status.encoding import decode, encode
 from cadenza.status.formats import in_json
-from cadenza.status.plain import decode, encode
 
 FOLDER = "capsules"
 """The folder of the capsules in a run directory."""

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from cadenza.callbacks.checkpoint import Checkpoint
-from cadenza.checkpoint.keeping import Known
+from cadenza.checkpoint.keep_rules import Known
 from cadenza.checkpoint.retention import NEWEST, Member, Retention
 from cadenza.checkpoint.store import Saved
 from cadenza.checkpoint.writer import CheckpointWriter

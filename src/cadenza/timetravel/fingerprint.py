@@ -16,7 +16,7 @@ from cadenza.hooks.order import Phase, Relation
 from cadenza.hooks.schedule import Interval, Schedule
 from cadenza.hooks.subscription import in_steps
 from cadenza.loading.batches import tensors_in
-from cadenza.optim.finite import tensors_at
+from cadenza.optim.non_finite import tensors_at
 
 if TYPE_CHECKING:
     from cadenza.run import Run

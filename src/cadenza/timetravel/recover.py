@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from torch import Tensor
 
-from cadenza.checkpoint.resuming import RunSoFar
+from cadenza.checkpoint.resumption import RunSoFar
 from cadenza.checkpoint.writer import CheckpointWriter
 from cadenza.engine.module_state import Statistics
 from cadenza.engine.session import Loops, Session, session_of
@@ -20,7 +20,7 @@ from cadenza.hooks.moments import Callback
 from cadenza.hooks.numbers import at_least
 from cadenza.hooks.order import Phase, Relation
 from cadenza.hooks.subscription import steps_in
-from cadenza.optim.finite import all_finite
+from cadenza.optim.non_finite import all_finite
 from cadenza.optim.parameters import parameters_of
 from cadenza.optim.settings import Compared
 from cadenza.records.directory import RecordedRun

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from cadenza.checkpoint.catalogue import Catalogue, first_usable
-from cadenza.checkpoint.resuming import RunSoFar
+from cadenza.checkpoint.resumption import RunSoFar
 from cadenza.checkpoint.store import Entry
-from cadenza.drivers.agreeing import decided
+from cadenza.drivers.consensus import decided
 from cadenza.engine.session import UNDER_WAY
 from cadenza.errors import CheckpointError, DirectoryError, DistributedError
 from cadenza.files.paths import local_path

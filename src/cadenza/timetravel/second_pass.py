@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cadenza.drivers.comparing import alone
+from cadenza.drivers.collective_check import alone
 from cadenza.drivers.sharding import is_sharded
 from cadenza.drivers.single import SingleDriver
 from cadenza.engine.session import Session
@@ -23,10 +23,10 @@ from cadenza.errors import CheckpointMismatchError, DataError
 from cadenza.loading.batches import moved, rebuilt, tensors_in
 from cadenza.loading.rng import RNGState, preserve_rng_state
 from cadenza.loops.part import Recipe
-from cadenza.optim.finite import all_finite, first_not_finite, tensors_at
 from cadenza.optim.model_state import load_into, state_of
+from cadenza.optim.non_finite import all_finite, first_not_finite, tensors_at
 from cadenza.optim.parameters import modules_of
-from cadenza.status.plain import same
+from cadenza.status.encoding import same
 from cadenza.status.progress import Counters
 from cadenza.timetravel.capsule_files import CapsuleContent, read_capsule
 

@@ -20,10 +20,10 @@ from torch.utils.hooks import RemovableHandle
 
 from cadenza.drivers.sharding import checksum, local, same_bits
 from cadenza.engine.session import Session
-from cadenza.engine.updating import complete_window
+from cadenza.engine.weight_update import complete_window
 from cadenza.loading.rng import RNGState, preserve_rng_state
-from cadenza.optim.finite import tensors_at
 from cadenza.optim.model_state import is_compiled
+from cadenza.optim.non_finite import tensors_at
 from cadenza.optim.parameters import parameters_of
 from cadenza.status.outputs import Outputs
 

@@ -13,4 +13,4 @@ if TYPE_CHECKING:
 
     __all__: list[str]
 else:
-    __all__, __getattr__, __dir__ = contents(__name__, {"cadenza.trackers.alert_targets": "Email Ntfy"})
+    __all__, __getattr__, __dir__ = contents(__name__)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from cadenza.hooks.schedule import Every
 from cadenza.status.formats import counted
-from cadenza.status.shown import brief
+from cadenza.status.reprs import brief
 
 if TYPE_CHECKING:
     from cadenza.records.history import History

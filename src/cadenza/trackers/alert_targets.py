@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 from urllib.request import HTTPRedirectHandler, Request, build_opener
 
 from cadenza.status.formats import counted
-from cadenza.status.shown import brief
+from cadenza.status.reprs import brief
 
 Level = Literal["info", "warning", "error"]
 LEVELS: tuple[Level, ...] = ("info", "warning", "error")

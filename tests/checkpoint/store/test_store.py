@@ -25,7 +25,7 @@ from cadenza.checkpoint.store import Content, Saved, Store
 from cadenza.checkpoint.store.files import Facts, RemoteFiles
 from cadenza.errors import CheckpointDamagedError, CheckpointError, CheckpointFormatError
 from cadenza.files.disk import Unflushed
-from cadenza.status.plain import same
+from cadenza.status.encoding import same
 from cadenza.testing import tiny_model, tiny_run, tiny_trainer
 from tests.callbacks.test_checkpoint import Scripted, names
 from tests.checkpoint.store.contents import Bomb, content, filled, latest, prune, step_in

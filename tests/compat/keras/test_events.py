@@ -15,7 +15,7 @@ from cadenza.callbacks import Checkpoint, Evaluate
 from cadenza.compat.keras.callback import KerasCallback
 from cadenza.compat.keras.events import EVENTS
 from cadenza.loading import TensorBatches
-from cadenza.loops.foreign import adapt, base_of
+from cadenza.loops.foreign_callbacks import adapt, base_of
 from cadenza.testing import prove_resume
 from tests.compat.keras import parts as pair
 from tests.compat.keras.parts import INPUTS, TARGETS, K, Recorder, acting, keras, native_model

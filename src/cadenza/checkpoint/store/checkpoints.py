@@ -29,7 +29,7 @@ from cadenza.checkpoint.store.manifest import (
 )
 from cadenza.checkpoint.store.reading import Folder, Loaded
 from cadenza.checkpoint.store.shards import checksum_of, layout_of
-from cadenza.drivers.agreeing import Meeting, agreed, by_main, decided
+from cadenza.drivers.consensus import Meeting, agreed, by_main, decided
 from cadenza.errors import (
     CheckpointDamagedError,
     CheckpointError,

@@ -16,12 +16,12 @@ from torch import Tensor
 from cadenza.checkpoint.store.files import Facts, Files, pieces
 from cadenza.checkpoint.store.manifest import FILES, INDEX, PARTS, is_other
 from cadenza.checkpoint.store.shards import MODEL, RANK, STATE, Layout, Shard, header_of, joined, part_file
-from cadenza.drivers.agreeing import Meeting
+from cadenza.drivers.consensus import Meeting
 from cadenza.drivers.sharding import is_sharded
 from cadenza.errors import StateError
 from cadenza.files.disk import Unflushed
-from cadenza.optim.finite import all_finite
-from cadenza.status.plain import encode, host_copy
+from cadenza.optim.non_finite import all_finite
+from cadenza.status.encoding import encode, host_copy
 
 
 class JoinedFiles(dict[str, Path]):

@@ -16,8 +16,8 @@ from cadenza.checkpoint.store.shards import MODEL, RANK, STATE, Stored, dtype_of
 from cadenza.errors import CheckpointDamagedError, CheckpointFormatError
 from cadenza.optim.optimizers import is_of_torch
 from cadenza.status.branches import Branch
+from cadenza.status.encoding import Unbuilt, decode
 from cadenza.status.formats import counted
-from cadenza.status.plain import Unbuilt, decode
 
 T = TypeVar("T")
 

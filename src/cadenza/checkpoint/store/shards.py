@@ -22,8 +22,8 @@ from cadenza.checkpoint.store.files import Facts, Files, checked_shape
 from cadenza.drivers.sharding import Region, Splits, part_of, region_of
 from cadenza.drivers.sharding import Split as Cut
 from cadenza.errors import CheckpointDamagedError, CheckpointFormatError, StateError
+from cadenza.status.encoding import host_copy, is_built_of_tensors
 from cadenza.status.formats import counted
-from cadenza.status.plain import host_copy, is_built_of_tensors
 
 MODEL, STATE, RANK = "model", "state", "rank"
 """The kinds of files of a rank: its shards of the model, those of other tensors, and the state that only this rank has."""

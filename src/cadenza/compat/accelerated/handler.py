@@ -8,7 +8,7 @@ from typing import Any
 from cadenza.compat.accelerated.events import AcceleratedCallback
 from cadenza.errors import CallbackError
 from cadenza.hooks.moments import BaseCallback
-from cadenza.loops.foreign import AnyCallback, adapt, base_of
+from cadenza.loops.foreign_callbacks import AnyCallback, adapt, base_of
 
 
 class CallbackHandler:

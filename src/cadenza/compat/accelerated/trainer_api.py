@@ -31,7 +31,7 @@ from cadenza.compat.accelerated.tracking import (
     restore_history,
 )
 from cadenza.compat.accelerated.utils import remove_padding
-from cadenza.drivers.agreeing import agreed
+from cadenza.drivers.consensus import agreed
 from cadenza.drivers.sharding import refuse_shards
 from cadenza.engine.evaluation import evaluate
 from cadenza.engine.session import session_of

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from cadenza.drivers import driver_of
-from cadenza.drivers.joining import launched, rendezvous_of
+from cadenza.drivers.rendezvous import launched, rendezvous_of
 from cadenza.hooks.numbers import at_least
 from cadenza.optim.averaging import Average
 

@@ -12,7 +12,7 @@ from cadenza.errors import nearest
 from cadenza.hooks.dispatch import hooks_of
 from cadenza.hooks.listener import Listener, inner
 from cadenza.hooks.moments import BaseCallback, Callback
-from cadenza.loops.foreign import AdaptedCallback, base_of, not_a_list
+from cadenza.loops.foreign_callbacks import AdaptedCallback, base_of, not_a_list
 
 if TYPE_CHECKING:
     from cadenza.compat.adapter.surface.surface import Surface

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from cadenza.errors import StateError
-from cadenza.status.plain import is_built_of_tensors
+from cadenza.status.encoding import is_built_of_tensors
 
 np: Any = sys.modules.get("numpy")  # torch imports numpy if it is installed
 _PLAIN = (type(None), bool, int, float, str, bytes, torch.dtype)

@@ -11,7 +11,7 @@ from torch import nn
 
 from cadenza.compat.absent import facts_of
 from cadenza.compat.fastnlp.core.callbacks.managed import ManagedCallback
-from cadenza.status.shown import signature_of
+from cadenza.status.reprs import signature_of
 
 P = ParamSpec("P")
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from cadenza.compat.fastnlp.envs import FASTNLP_CHECKPOINT_FILENAME, FASTNLP_MODEL_FILENAME
 from cadenza.drivers.sharding import refuse_shards
 from cadenza.errors import CheckpointError
-from cadenza.status.plain import encode
+from cadenza.status.encoding import encode
 
 PathOrStream = str | os.PathLike[str] | IO[bytes]
 

@@ -10,7 +10,7 @@ from cadenza.compat.fastnlp.adapted import AdaptedRun
 from cadenza.compat.fastnlp.core.utils.exceptions import EarlyStopException
 from cadenza.compat.fastnlp.core.utils.utils import indices_of
 from cadenza.engine.session import session_of
-from cadenza.engine.updating import drop_gradients
+from cadenza.engine.weight_update import drop_gradients
 from cadenza.hooks.dispatch import unwinding
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import BaseCallback, Callback, Moment

@@ -36,9 +36,9 @@ from cadenza.compat.neural.training import (
     pairs_of,
 )
 from cadenza.drivers import DdpDriver, Driver, driver_of
-from cadenza.drivers.joining import launched
+from cadenza.drivers.rendezvous import launched
 from cadenza.hooks.moments import BaseCallback, check_settings
-from cadenza.loops.foreign import AnyCallback, adapted
+from cadenza.loops.foreign_callbacks import AnyCallback, adapted
 from cadenza.optim.optimizers import load_state
 from cadenza.trainer import Trainer
 

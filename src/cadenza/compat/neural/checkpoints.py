@@ -38,7 +38,7 @@ from cadenza.errors import CheckpointMismatchError
 from cadenza.files.disk import flush
 from cadenza.optim.optimizers import load_state
 from cadenza.status.decisions import decide
-from cadenza.status.plain import decode, encode
+from cadenza.status.encoding import decode, encode
 from cadenza.status.progress import Counters
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from cadenza.compat.neural.logs import logging
 from cadenza.errors import nearest
-from cadenza.status.shown import signature_of
+from cadenza.status.reprs import signature_of
 from cadenza.version import __version__
 
 PACKAGES = {"nemo": "cadenza.compat.nemo"}

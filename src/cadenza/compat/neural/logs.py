@@ -13,7 +13,7 @@ from typing import Any, TextIO, TypeVar
 
 from torch import distributed as dist
 
-from cadenza.drivers.joining import launched, rendezvous_of
+from cadenza.drivers.rendezvous import launched, rendezvous_of
 
 _FORMAT = _logging.Formatter("[NeMo %(levelname).1s %(asctime)s %(module)s:%(lineno)d] %(message)s", "%Y-%m-%d %H:%M:%S")
 

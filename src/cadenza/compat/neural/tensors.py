@@ -18,7 +18,7 @@ from cadenza.compat.neural.kinds import DeviceType, ModuleType, OperationMode, O
 from cadenza.compat.neural.ports import ANY, NeuralPortNameMismatchError, NeuralPortNmTensorMismatchError, NeuralType
 from cadenza.compat.neural.weights import Renames, Weights
 from cadenza.errors import nearest
-from cadenza.status.shown import signature_of
+from cadenza.status.reprs import signature_of
 
 Ports = Mapping[str, NeuralType | None]
 

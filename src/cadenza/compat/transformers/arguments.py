@@ -9,7 +9,7 @@ from cadenza.compat.transformers.arguments_view import ArgumentsView
 from cadenza.compat.transformers.fixed_arguments import FixedArguments, fixed_arguments_of
 from cadenza.errors import AdapterError, nearest
 from cadenza.hooks.dispatch import hooks_of
-from cadenza.status.shown import brief
+from cadenza.status.reprs import brief
 
 if TYPE_CHECKING:
     from cadenza.run import Run

@@ -14,7 +14,7 @@ from cadenza.compat.adapter.requests import evaluate_now
 from cadenza.compat.transformers.originals import original
 from cadenza.drivers import Driver, driver_of
 from cadenza.drivers.ddp import DdpDriver
-from cadenza.drivers.joining import launched
+from cadenza.drivers.rendezvous import launched
 from cadenza.engine.session import session_of
 from cadenza.errors import AdapterError
 from cadenza.hooks.listener import Listener, inner

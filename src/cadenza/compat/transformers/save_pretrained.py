@@ -19,7 +19,7 @@ from cadenza.hooks.dispatch import hooks_of
 from cadenza.hooks.moments import Callback
 from cadenza.optim.held_weights import holders_in, no_such_weights
 from cadenza.status.decisions import decide
-from cadenza.status.plain import host_copy
+from cadenza.status.encoding import host_copy
 
 if TYPE_CHECKING:
     from cadenza.run import Run

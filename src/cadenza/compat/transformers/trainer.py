@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from cadenza.callbacks import BestWeights, Checkpoint, Evaluate, LogTraining, OmitFrozen
-from cadenza.checkpoint.keeping import Best, KeepRule
+from cadenza.checkpoint.keep_rules import Best, KeepRule
 from cadenza.compat.adapter.foreign import listed
 from cadenza.compat.transformers.data import Data
 from cadenza.compat.transformers.evaluation import ComputeMetrics, Predict, check_metrics
@@ -46,7 +46,7 @@ from cadenza.engine.monitor import Mode
 from cadenza.hooks.dispatch import checked
 from cadenza.hooks.schedule import Last
 from cadenza.loading import num_batches
-from cadenza.loops.foreign import AnyCallback, adapted
+from cadenza.loops.foreign_callbacks import AnyCallback, adapted
 from cadenza.trainer import Trainer
 
 _MADE: Mapping[str, str] = {

@@ -12,7 +12,7 @@ from cadenza.compat.accelerated.callbacks.base import TrainerCallback
 from cadenza.compat.accelerated.events import StopTrainingError
 from cadenza.engine.monitor import Monitor
 from cadenza.hooks.numbers import at_least
-from cadenza.optim.finite import first_not_finite
+from cadenza.optim.non_finite import first_not_finite
 
 
 class TerminateOnNaNCallback(TrainerCallback):

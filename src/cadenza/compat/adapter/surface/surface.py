@@ -11,7 +11,7 @@ from cadenza.compat.adapter.description import description_of
 from cadenza.compat.adapter.event import Event
 from cadenza.compat.adapter.surface.reader import Reader
 from cadenza.compat.adapter.surface.values import Access, PassedOn
-from cadenza.loops.foreign import ADAPTERS, base_of, title_of
+from cadenza.loops.foreign_callbacks import ADAPTERS, base_of, title_of
 
 SYSTEMS: Mapping[str, str] = {title: target.split(".")[2] for title, target in ADAPTERS.items()}
 """The system of each base class, which is a folder of `cadenza.compat`."""

@@ -16,7 +16,7 @@ from cadenza.compat.lightning.moments import LightningMoments
 from cadenza.compat.lightning.saving import content_of
 from cadenza.compat.lightning.trainer_view import trainer_view
 from cadenza.engine.session import session_of
-from cadenza.engine.updating import drop_gradients
+from cadenza.engine.weight_update import drop_gradients
 from cadenza.hooks.dispatch import unwinding
 from cadenza.hooks.listener import Listener, inner
 from cadenza.hooks.moments import BaseCallback, Callback, Moment

@@ -14,7 +14,7 @@ from cadenza.compat.lightning.module.transfer import Transfer
 from cadenza.errors import AdapterError
 from cadenza.loading.evaluation import Evaluation
 from cadenza.run import Run
-from cadenza.status.shown import signature_of
+from cadenza.status.reprs import signature_of
 
 NAMES: Mapping[str, str] = {"validate": "val", "test": "test", "predict": "predict"}
 """The evaluation name of each stage."""

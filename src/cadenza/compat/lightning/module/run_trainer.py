@@ -13,7 +13,7 @@ from cadenza.compat.adapter.view import Weak
 from cadenza.compat.lightning.connectors import LoggerConnectorView
 from cadenza.compat.lightning.strategy_view import StrategyView
 from cadenza.compat.lightning.trainer_view import KEY, TrainerView
-from cadenza.engine import updating
+from cadenza.engine import weight_update
 from cadenza.engine.session import session_of
 from cadenza.optim.parameters import parameters_of
 from cadenza.status.outputs import scalar
@@ -140,7 +140,7 @@ class ModuleStrategy(StrategyView):
             held = {id(parameter) for parameter in parameters_of([optimizer])}
             session.driver.average_gradients([parameter for parameter in session.module.parameters() if id(parameter) in held])
         with session.precision.disabled():
-            updating.update_weights(session, [optimizer])
+            weight_update.update_weights(session, [optimizer])
         self._attached.manual.count += 1
         return output
 

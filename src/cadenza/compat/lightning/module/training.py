@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from cadenza.compat.lightning.module.run_trainer import attach
 from cadenza.errors import AdapterError, LossError
-from cadenza.status.shown import signature_of
+from cadenza.status.reprs import signature_of
 
 if TYPE_CHECKING:
     from cadenza.compat.lightning.module.attached import Attached

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from cadenza.engine import updating
+from cadenza.engine import weight_update
 from cadenza.engine.objective import checked_loss
 from cadenza.engine.session import session_of
 from cadenza.errors import AdapterError
@@ -129,7 +129,7 @@ class Closure:
         if session.step.window.size > 1:
             raise AdapterError("the closure of optimizer_step can be called again with accumulate=1 only")
         with torch.enable_grad():
-            updating.drop_gradients(session.optimizers)
+            weight_update.drop_gradients(session.optimizers)
             self._attached.again = True
             try:
                 loss = checked_loss(session.compute(session.model, self._run.batch)["loss"])

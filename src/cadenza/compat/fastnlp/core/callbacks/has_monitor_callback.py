@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from cadenza.compat.fastnlp.core.callbacks.callback import Callback
 from cadenza.compat.fastnlp.core.utils.utils import Watched, as_number, plain_name
 from cadenza.compat.fastnlp.translation import NamedResults
-from cadenza.status.shown import signature_of
+from cadenza.status.reprs import signature_of
 
 if TYPE_CHECKING:
     from cadenza.compat.fastnlp.adapted import AdaptedRun

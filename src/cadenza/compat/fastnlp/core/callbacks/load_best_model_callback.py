@@ -15,7 +15,7 @@ from cadenza.compat.fastnlp.core.callbacks.has_monitor_callback import HasMonito
 from cadenza.compat.fastnlp.core.utils.exceptions import EarlyStopException
 from cadenza.compat.fastnlp.core.utils.utils import Watched
 from cadenza.compat.fastnlp.envs.utils import launch_time
-from cadenza.drivers.joining import launched
+from cadenza.drivers.rendezvous import launched
 from cadenza.hooks.order import Phase, Relation
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from cadenza.compat.adapter.view import Weak
 from cadenza.compat.fastnlp.adapted import AdaptedRun
 from cadenza.compat.fastnlp.core.controllers.stepping import SteppingTrainer
 from cadenza.compat.fastnlp.core.controllers.utils.feeding import Feed
-from cadenza.engine import updating
+from cadenza.engine import weight_update
 from cadenza.engine.evaluation import record_evaluated, undisturbed
 from cadenza.engine.step_state import AccumulationWindow
 from cadenza.hooks.dispatch import hooks_of, unwinding
@@ -195,8 +195,8 @@ class FirstCallback(Callback):
         if self._losses:  # saved after this batch, before the update
             session = adapted.session
             self._resume_window(session.step.window)
-            updating.complete_window(session)
-            updating.update(session, session.optimizers)
+            weight_update.complete_window(session)
+            weight_update.update(session, session.optimizers)
         if adapted.run.progress.finished:
             adapted.call(Callback.on_epoch_end, type(self._trainer).finish_window, (), may_stop=True, may_fail=False)
 

@@ -17,7 +17,7 @@ from cadenza.compat.fastnlp.core.drivers.driver import Driver
 from cadenza.engine.session import session_of
 from cadenza.hooks.dispatch import hooks_of
 from cadenza.loading.loaders import length_of
-from cadenza.status.plain import State
+from cadenza.status.encoding import State
 
 if TYPE_CHECKING:
     from cadenza.run import Run

@@ -9,7 +9,7 @@ from typing import Any
 
 from cadenza.compat.fastnlp.core.callbacks.callback import Callback, _CallbackWrapper
 from cadenza.compat.fastnlp.core.callbacks.callback_event import Event
-from cadenza.status.shown import signature_of
+from cadenza.status.reprs import signature_of
 
 logger: logging.Logger = logging.getLogger("cadenza")
 

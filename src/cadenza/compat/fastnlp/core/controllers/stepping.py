@@ -16,7 +16,7 @@ from cadenza.compat.fastnlp.core.controllers.registry import AddedFunctions
 from cadenza.compat.fastnlp.core.controllers.utils.carried import Carried
 from cadenza.compat.fastnlp.core.controllers.view import TrainerView
 from cadenza.compat.fastnlp.core.utils.utils import Mapped, ModelFunction, apply_mapping, loss_in
-from cadenza.engine import updating
+from cadenza.engine import weight_update
 from cadenza.engine.session import session_of
 from cadenza.engine.step_state import AccumulationWindow
 from cadenza.hooks.dispatch import hooks_of
@@ -191,7 +191,7 @@ class SteppingTrainer(TrainerView):
         self.group.seen += 1
         session = session_of(run)
         with session.precision.disabled():
-            updating.backward(session, run.outputs, self.group)
+            weight_update.backward(session, run.outputs, self.group)
 
     def step(self) -> None:
         """Update the weights, with the events around it, if ``accumulation_steps`` batches were added."""
@@ -201,7 +201,7 @@ class SteppingTrainer(TrainerView):
             return
         session = session_of(run)
         with session.precision.disabled():
-            updating.update_weights(session, run.optimizers)
+            weight_update.update_weights(session, run.optimizers)
 
     def resume_window(self, losses: list[torch.Tensor]) -> None:
         """Continue an accumulation window of a checkpoint, after the batches with these losses."""
@@ -221,14 +221,14 @@ class SteppingTrainer(TrainerView):
         if gradients and not self.group.complete:
             torch._foreach_mul_(gradients, self.group.correction())
         self.group.clear()
-        updating.update(session_of(run), run.optimizers)
+        weight_update.update(session_of(run), run.optimizers)
 
     def zero_grad(self) -> None:
         """Drop the gradients, with the events around it, if ``accumulation_steps`` batches were added."""
         run = self.running()
         if self._window_is_complete():
             hooks_of(run).on_before_zero_grad(run)
-            updating.drop_gradients(run.optimizers)
+            weight_update.drop_gradients(run.optimizers)
             hooks_of(run).on_after_zero_grad(run)
 
     def get_no_sync_context(self) -> AbstractContextManager[None]:

@@ -12,7 +12,7 @@ from torch import nn
 from cadenza import drivers
 from cadenza.compat.fastnlp.core.drivers.driver import Driver
 from cadenza.compat.fastnlp.core.drivers.torch_driver import TorchDDPDriver, TorchDriver, TorchFSDPDriver, TorchSingleDriver
-from cadenza.drivers.joining import launched
+from cadenza.drivers.rendezvous import launched
 
 logger: logging.Logger = logging.getLogger("cadenza")
 

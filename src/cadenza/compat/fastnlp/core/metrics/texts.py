@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from cadenza.status.shown import signature_of
+from cadenza.status.reprs import signature_of
 
 Tokenizer = Callable[[str], Sequence[str]]
 Texts = str | Sequence[str]

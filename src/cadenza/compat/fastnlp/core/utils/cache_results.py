@@ -16,7 +16,7 @@ from types import CodeType, ModuleType
 from typing import Any, ParamSpec, TypeVar
 
 from cadenza.compat.fastnlp.core.log.logger import logger
-from cadenza.status.shown import signature_of
+from cadenza.status.reprs import signature_of
 
 __all__ = ["cache_results"]
 

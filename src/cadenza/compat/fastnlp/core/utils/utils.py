@@ -18,7 +18,7 @@ from cadenza.compat.fastnlp.core.utils.nested import (
     dataclass_to_dict,
     flat_nest_dict,
 )
-from cadenza.status.shown import signature_of
+from cadenza.status.reprs import signature_of
 
 __all__ = [  # of fastNLP; the adapter imports the others by name
     "Option",

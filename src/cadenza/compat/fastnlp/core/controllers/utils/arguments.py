@@ -15,8 +15,8 @@ from cadenza.compat.fastnlp.core.utils.utils import Mapped, check_mapping
 from cadenza.errors import nearest
 from cadenza.hooks.moments import BaseCallback
 from cadenza.loading.loaders import set_loader_epoch
-from cadenza.loops.foreign import adapted, base_of
-from cadenza.status.shown import signature_of
+from cadenza.loops.foreign_callbacks import adapted, base_of
+from cadenza.status.reprs import signature_of
 
 logger: logging.Logger = logging.getLogger("cadenza")
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from cadenza import drivers
 from cadenza.compat.fastnlp.core.drivers.driver import Driver
-from cadenza.drivers.joining import rendezvous_of
+from cadenza.drivers.rendezvous import rendezvous_of
 
 
 class TorchDriver(Driver):

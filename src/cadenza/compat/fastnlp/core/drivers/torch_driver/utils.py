@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cadenza.drivers.joining import rendezvous_of
+from cadenza.drivers.rendezvous import rendezvous_of
 
 
 def torch_seed_everything(seed: int | None = None, add_global_rank_to_seed: bool = True) -> int:

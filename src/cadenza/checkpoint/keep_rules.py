@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
 
 from cadenza.checkpoint.store import Saved
 from cadenza.engine.monitor import Mode, Watched, is_pair, name_of, watched_and_mode
-from cadenza.hooks.counting import COUNTERS, check_length
+from cadenza.hooks.counters import COUNTERS, check_length
 from cadenza.hooks.numbers import at_least
 from cadenza.hooks.schedule import At, Composite, Every, First, Last, Schedule
 from cadenza.status.branches import Rank
 from cadenza.status.progress import Counters
-from cadenza.status.shown import brief
+from cadenza.status.reprs import brief
 
 if TYPE_CHECKING:
     from fractions import Fraction

@@ -92,7 +92,7 @@ class Segment:
     consumed: Consumed
     """The part of its first epoch that other numbers of ranks had read."""
     loader: Mapping[str, Any]
-    """See `cadenza.loading.data_course.described`."""
+    """See `cadenza.loading.batch_log.described`."""
     points: list[Point] = field(default_factory=list, compare=False)
 
     def opened(self, rank: int, epoch: int) -> ResumableLoader:
@@ -108,7 +108,7 @@ class DataCourse:
     Each start of the run adds a segment, unless it goes on as before. A point is added where the position is not the one that
     follows from the last point: at a change of ``accumulate``, and after an epoch of unexpected length.
 
-    >>> from cadenza.loading.data_course import described
+    >>> from cadenza.loading.batch_log import described
     >>> course = DataCourse()
     >>> course.go_on(Segment(1, 2**20, 1, True, (), described([10, 20, 30])), Point(0, 0, 0, 0, 2, 3, 3))
     >>> print(course.samples(4))

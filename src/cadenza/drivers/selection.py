@@ -8,7 +8,7 @@ import warnings
 import torch
 
 from cadenza.drivers.base import Driver
-from cadenza.drivers.joining import launched
+from cadenza.drivers.rendezvous import launched
 from cadenza.drivers.single import SingleDriver
 
 NAMES = ("auto", "single", "ddp", "fsdp")

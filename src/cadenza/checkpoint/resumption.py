@@ -24,7 +24,7 @@ from cadenza.checkpoint.store.checkpoints import not_exact
 from cadenza.checkpoint.store.files import LAST, absolute_path
 from cadenza.drivers import Driver
 from cadenza.engine import boundary
-from cadenza.engine.course import Beginning
+from cadenza.engine.dry_run import Beginning
 from cadenza.engine.plan import argument_changes, plan_changes
 from cadenza.engine.session import Session
 from cadenza.engine.start_checks import main_only, tell

@@ -22,13 +22,13 @@ from cadenza.engine.monitor import monitors_of
 from cadenza.engine.session import Session, session_of
 from cadenza.engine.step_state import Deferred, Saver
 from cadenza.errors import CadenzaError, CallbackError
-from cadenza.hooks.counting import exchanged, kept
+from cadenza.hooks.counters import exchanged, kept
 from cadenza.hooks.dispatch import Hooks, hooks_of
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import BaseCallback, Callback
 from cadenza.hooks.order import Phase
 from cadenza.hooks.subscription import Subscription
-from cadenza.loading.data_course import DataCourse, Window
+from cadenza.loading.batch_log import DataCourse, Window
 from cadenza.loading.evaluation import Evaluation
 from cadenza.records.directory import RecordedRun, read_info
 from cadenza.records.reading import read_decisions, read_records, read_values

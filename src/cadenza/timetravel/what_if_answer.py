@@ -15,11 +15,11 @@ from cadenza.callbacks.early_stopping import EarlyStopping
 from cadenza.errors import CallbackError, MonitorError, add_note
 from cadenza.files.paths import local_path
 from cadenza.hooks.moments import BaseCallback
-from cadenza.loops.foreign import AnyCallback, adapted
+from cadenza.loops.foreign_callbacks import AnyCallback, adapted
 from cadenza.status.decisions import Decision
 from cadenza.status.formats import counted
 from cadenza.timetravel.dry_checkpoint import DryCheckpoint, DryWriter
-from cadenza.timetravel.playing import Played, Recording, check_playable, play
+from cadenza.timetravel.simulation import Played, Recording, check_playable, play
 
 
 @dataclass(frozen=True, slots=True, repr=False)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cadenza.drivers.agreeing import Meeting, decided
+from cadenza.drivers.consensus import Meeting, decided
 from cadenza.drivers.sharding import Region, is_sharded, laid_out, local, region_of, whole
 from cadenza.errors import CheckpointFormatError, DistributedError
 from cadenza.files.paths import local_path

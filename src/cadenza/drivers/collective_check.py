@@ -15,7 +15,7 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cadenza.drivers.failing import Post, Posts, Waits
+from cadenza.drivers.first_error import Post, Posts, Waits
 from cadenza.errors import DistributedError
 
 TENSORS: Mapping[str, str] = {

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from cadenza.engine.arguments import units_of_changes
 from cadenza.errors import MissingExtraError, ScheduleError
-from cadenza.hooks.counting import COUNTERS, Length, exchanged
+from cadenza.hooks.counters import COUNTERS, Length, exchanged
 from cadenza.hooks.dispatch import Hooks
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback, Moment

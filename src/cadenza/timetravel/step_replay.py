@@ -28,8 +28,8 @@ from cadenza.hooks.moments import BaseCallback, Callback
 from cadenza.records.record import Record
 from cadenza.run import Run
 from cadenza.sinks.sink import Sink
+from cadenza.status.encoding import same
 from cadenza.status.formats import counted
-from cadenza.status.plain import same
 from cadenza.testing.proof import depends_on_clock
 from cadenza.timetravel.replay_start import ReplayStart
 from cadenza.trackers.alert import Alert
