@@ -153,7 +153,7 @@ def costs(rounds: int, steps: int, only: str) -> tuple[float, dict[str, float]]:
 
 def table(base: float, added: dict[str, float]) -> str:
     """Return the costs as a table."""
-    rows = [f"| {name} | {cost:.1f} | {cost / base:.1%} |" for name, cost in added.items()]
+    rows = [f"| {name} | {round(cost)} | {round(cost / base * 100)} % |" for name, cost in added.items()]
     return "\n".join([f"| a step takes {base:.0f} us | us more | share |", "|---|---:|---:|", *rows])
 
 
@@ -171,7 +171,7 @@ def main() -> None:
     print(text)
     if arguments.write:
         page = PAGE.read_text(encoding="utf-8")
-        PAGE.write_text(re.sub(f"(?s)(?<={START}\n).*(?=\n{END})", lambda _: text, page), encoding="utf-8")
+        PAGE.write_text(re.sub(f"(?s)(?<={START}\n).*(?={END})", lambda _: text + "\n", page), encoding="utf-8")
 
 
 if __name__ == "__main__":
