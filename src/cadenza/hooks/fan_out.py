@@ -53,13 +53,12 @@ class Calls:
         self.every: list[Listener] = list(every)
         self.listeners: list[Listener] = self.every
         """Those that it calls now. The list is replaced, never changed, so a moment under way keeps its list."""
-        # The indices of those that it always calls. A `When` asks its function in the call.
-        self._always: list[int] = []
+        self._always: list[int] = []  # the indices of those that it always calls: a `When` asks its function in the call
         self._listening: dict[Trigger, list[int]] = {}  # the indices of those that it calls when a trigger is due
         for index, listener in enumerate(self.every):
             trigger = listener.trigger
-            always = trigger is None or trigger.functions or trigger.at_each_firing
-            (self._always if always or trigger is None else self._listening.setdefault(trigger, [])).append(index)
+            own = self._always if trigger is None or trigger.functions else self._listening.setdefault(trigger, [])
+            own.append(index)
         self.has_schedules: bool = bool(self._listening)
         self.select_anew()
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import proxy
 
 from cadenza.hooks.counters import COUNTERS, NEVER, NOW, STEP_END, Bound, Counting, Reading, counting_of, reading, steps_until
-from cadenza.hooks.schedule import Every, Schedule, When
+from cadenza.hooks.schedule import Schedule, When
 from cadenza.status.reprs import brief
 
 if TYPE_CHECKING:
@@ -182,9 +182,8 @@ class Trigger:
             leaf: self._asks(leaf) for leaf in schedule.leaves() if isinstance(leaf, When)
         }
         """The functions of the user in the schedule, as they are asked."""
-        self.at_each_firing: bool = self.moments == ("on_step_end",) and schedule == Every("1 step")
-        """Whether it is due each time, so that it need not be asked."""
-        self._times_due = 0
+        self.times_due: int = 0
+        """How often it was due in this run."""
         self.restart()
 
     def restart(self, before: Reading | None = None, last_step: int = -1, *, owed: bool = False) -> None:
@@ -211,7 +210,7 @@ class Trigger:
         """Return whether its listeners are called now. Ask this once at a firing of the moment."""
         at = run.progress
         if COUNTERS[self._bound[0]].read(at) < self._bound[1]:
-            self._times_due += self._answer
+            self.times_due += self._answer
             return self._answer
         now, before = reading(at, at, self.on, self.units), self.before_at(at)
         if "time" in self.units:
@@ -225,12 +224,8 @@ class Trigger:
         if len(self.moments) > 1:
             due = due and self.last_step != at.step
             self.last_step = at.step if due else self.last_step
-        self._times_due += due
+        self.times_due += due
         return due
-
-    def times_due(self, at: Progress) -> int:
-        """Return how often it was due in this run."""
-        return at.step - at.origin.step if self.at_each_firing else self._times_due
 
     def steady(self, now: Reading) -> tuple[bool, Bound]:
         """Return the answer at the firings after `now`, and a counter with the value below which it is sure."""
