@@ -299,7 +299,8 @@ class OwnCalls:
         """Look at the calls of the user's code until `ending`."""
         session, progress = self._session, self._session.progress
         plain = session.loop is Loops.FIT and session.step_fn is None
-        if plain and session.sync.several:  # an act after the first step would let the ranks wait
+        # An act after the first step would let several ranks wait. A run that continues has been looked at.
+        if plain and (session.sync.several or progress.step):
             return
         self._first_step = progress.step
         self._first_epoch = progress.epoch + (progress.batch_in_epoch > 0)
