@@ -144,7 +144,7 @@ def test_what_reads_a_run_opens_no_url_or_folder_that_only_its_run_json_names(
         told = capsys.readouterr().err
     except CheckpointError as error:
         told = str(error)
-    assert f"also names '{tmp_path}/own'; 'http://127.0.0.1/taken'" in told
+    assert f"also names '{tmp_path}/own', 'http://127.0.0.1/taken'" in told
     assert "Only a path that you give is opened" in told
     assert opened == []
     assert len(Store(tmp_path / "own").saved()) > 1, "prune deletes nothing there"

@@ -282,7 +282,7 @@ MADE: dict[type[Exception], list[tuple[Callable[[], object], str]]] = {
         (lambda: shipped.Alert(3), "a rule must be a text or a function; got 3"),
         (lambda: shipped.Alert(lambda a, b, c: None), "it takes 3 arguments"),
         (lambda: shipped.Alert("non-finite", to=["mail", "me"]), "or a function of an AlertMessage; got 'mail'"),
-        (lambda: shipped.Alert("non-finite", to="file:///etc/passwd"), "got 'file:///etc/passwd'"),
+        (lambda: shipped.Alert("non-finite", to="file:///etc/passwd"), "a URL must begin with https:// or http://"),
         (lambda: shipped.Capsule(when=lambda loss: True), "when must be NonFinite"),
         (lambda: shipped.Capsule(when=NonFinite() | Spike), r"when must be NonFinite\(\), .*got <class '.*Spike'>"),
         (lambda: shipped.ClipGradients(1.0, parameters=3),

@@ -459,7 +459,7 @@ OTHER_PRECISIONS = {"16-mixed": "fp16", "bf16-mixed": "bf16", torch.bfloat16: "b
             ({"precision": given}, ValueError, f"precision must be one of fp32, bf16, fp16; got .*Did you mean '{meant}'")
             for given, meant in OTHER_PRECISIONS.items()
         ),
-        ({"compile": "fast"}, ValueError, "compile must be True, one of the modes default, reduce-overhead"),
+        ({"compile": "fast"}, ValueError, "compile must be True, 'step', one of the modes default, reduce-overhead"),
         ({"compile": {"fulgraph": True}}, ValueError, r"torch\.compile has no argument fulgraph; it has backend"),
         ({"compile": 3}, TypeError, "compile must be True, a mode, or a dict"),
         ({"max_tokens": 0}, ValueError, "max_tokens must be at least 1; got 0"),

@@ -100,7 +100,7 @@ def test_a_thousand_steps_differ_from_uncompiled_ones_by_rounding(compiled: list
         ours, theirs = run_compiled.history[name], plain.history[name]
         assert [step for step, _ in ours] == [step for step, _ in theirs]
         assert [value for _, value in ours] == pytest.approx([value for _, value in theirs], rel=1e-4)
-    assert re.search(r"compile: step 2 is compiled now.*\n.*compile: it took [\d.]+ m?s", capsys.readouterr().out)
+    assert re.search(r"compile: step 2 is compiled now.*\n.*compile: it took \d", capsys.readouterr().out)
 
 
 @pytest.mark.parametrize(

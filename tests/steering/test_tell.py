@@ -49,7 +49,10 @@ def told(
             time.sleep(0.005)  # until the act has arrived
 
     waiting = on(Callback.on_step_end)(start)
-    end = on(Callback.on_step_end, when=lambda run: bool(answers))(lambda run: run.stop("the act is done"))
+    @on(Callback.on_step_end, when=lambda run: bool(answers) and run.progress.step > (answers[0].get("step") or 0) + 2)
+    def end(run: Run) -> None:
+        run.stop("the act is done, and steps have followed")
+
     done = tiny_run(directory=run, epochs=500, callbacks=[*beside, Steering(**options), waiting, end])
     sender.join()
     return done, answers[0]

@@ -189,7 +189,7 @@ _TRAINING = (
         optional=True,
     ),
     _state("precision", lambda session: session.precision),
-    Part("compiled step", _compiled, _take_compiled, optional=True),
+    Part("compiled", _compiled, _take_compiled, optional=True),
     _attribute("weight_unit", lambda session: session.step),
     Part("switched", lambda session: session.module_flags.changed(), _switched),
     Part("given", lambda session: session.given.table(session.run), fixed=True),

@@ -135,7 +135,8 @@ class NamedRuns:
         self._listed_s = float("-inf")
         self._paths: dict[str, Path] = {}
         if not self.paths():
-            raise DirectoryError(f"{str(directory)!r} holds no run. Give the directory= of a run, or a folder of such.")
+            problem = f"{str(directory)!r} is not a run directory, and holds none"
+            raise DirectoryError(f"{problem}. Give the directory= of a run, or a folder of such.")
 
     def paths(self) -> dict[str, Path]:
         """Return the first hundred run directories by name."""
