@@ -420,7 +420,7 @@ def test_a_limit_of_tokens_inside_the_first_epoch_is_said_as_one_of_steps(caplog
     evaluate = Evaluate(DATA[:2])
     trainer(evaluate, max_epochs=None, max_tokens=30, tokens=lambda batch: 5).fit()
     assert (
-        "Evaluate (every epoch) is not expected to fire in this run: with max_tokens=30 and 5 tokens in each step, "
+        "Evaluate (every epoch) is not expected to fire in this run: with max_tokens=30, if each step has 5 tokens as the"
         in caplog.text
     )
     assert "the run ends before the first epoch is over" in caplog.text

@@ -72,7 +72,8 @@ def test_one_of_several_optimizers_that_is_left_out_is_named(way: str, caplog: p
     step_fn = step if way == "step_fn" else None
     options: Any = {"max_epochs": 2, "progress": False, "device": "cpu"}
     Trainer(model, two_optimizers(model), DATA, compute_loss, step_fn=step_fn, **options).fit()
-    assert "after 20 steps of this run, no update of run.optimizers[1] (SGD) has had a gradient" in caplog.text
+    steps = 40 if way == "step_fn" else 20  # an optimizer that has not stepped may begin later
+    assert f"after {steps} steps of this run, no update of run.optimizers[1] (SGD) has had a gradient" in caplog.text
     assert "run.optimizers[0]" not in caplog.text
 
 

@@ -96,7 +96,7 @@ def test_files_and_results_count_completed_epochs_and_lines_show_the_current_one
 ) -> None:
     """An epoch that a limit cut short is none; and what came after the last record counts."""
     log = LogTraining("2 steps", throughput=False)
-    for steps, counted in ((4, "4 steps, in epoch 1"), (5, "1 epoch, 5 steps")):
+    for steps, counted, said in ((4, "0 epochs, 4 steps", "4 steps, in epoch 1"), (5, *["1 epoch, 5 steps"] * 2)):
         place = tmp_path / str(steps)
         sinks = [Csv(), Console(), ProgressBar("plain")]
         run = tiny_run(epochs=1 if steps == 5 else None, steps=steps, directory=place, callbacks=[log, *sinks])
@@ -105,7 +105,7 @@ def test_files_and_results_count_completed_epochs_and_lines_show_the_current_one
         shown = [line.split()[1] for line in lines if re.match(r"epoch \d  step \d  train", line)]
         assert [row.split(",")[0] for row in rows] == ["0", "0"]
         assert shown == ["1", "1"]
-        assert any(line.startswith(f"finished after {counted}, ") for line in lines)
+        assert any(line.startswith(f"finished after {said}, ") for line in lines)
         assert any(line.startswith("epoch 1") and f"step {steps}/{steps}  100%" in line for line in lines)
         assert f" · {counted}, " in small(run)
         card = dict(zip(*(report(place).all(tag)[:2] for tag in ("dt", "dd")), strict=True))

@@ -49,6 +49,7 @@ def told(
             time.sleep(0.005)  # until the act has arrived
 
     waiting = on(Callback.on_step_end)(start)
+
     @on(Callback.on_step_end, when=lambda run: bool(answers) and run.progress.step > (answers[0].get("step") or 0) + 2)
     def end(run: Run) -> None:
         run.stop("the act is done, and steps have followed")

@@ -293,7 +293,8 @@ class LearningRate(Callback, SetsRates, Compared):
         each = f"after each of {counted(total, 'update' if self.unit == 'step' else 'epoch')}, and"
         for part, name in product(parts, _LENGTHS) if self.unit == "step" else ():
             length = getattr(part, name, None)
-            if length and epochs and _in_epochs(part, name, total, epochs):
+            is_warmup = name == "total_iters" and len(parts) > 1
+            if length and epochs and not is_warmup and _in_epochs(part, name, total, epochs):
                 shown = sorted(length) if isinstance(length, Mapping) else length
                 yield (
                     f"{type(part).__name__} {each} {name}={shown} fits {counted(epochs, 'epoch')}: every='1 epoch' steps it "
@@ -307,7 +308,7 @@ class LearningRate(Callback, SetsRates, Compared):
         last = parts[-1]
         end = total - getattr(self.scheduler, "_milestones", [0])[-1]
         if type(last) is CosineAnnealingLR and 10 * last.T_max < 9 * end:
-            yield f"CosineAnnealingLR {each} its rate rises again after T_max={last.T_max}. {_TAKE_TOTAL}"
+            yield f"CosineAnnealingLR {each} its rate rises again after T_max={last.T_max}. Unless you want this: {_TAKE_TOTAL}"
 
     def _warn_of_new(self, run: Run) -> None:
         """Warn of a schedule that begins in a run that continues, because the checkpoint does not have it."""

@@ -373,12 +373,10 @@ def without_evaluation(hooks: Hooks) -> Iterator[tuple[str, str]]:
     parts = [_part(callback, "evaluation") for callback in hooks.callbacks.values()]
     known = [part.name for part in parts if isinstance(part, Evaluation)]
     for owner, part in zip(hooks.callbacks, parts if _only_own(hooks) else (), strict=False):
-        if isinstance(part, str) and part not in (*known, "predict"):
+        meant = nearest(part, known) if isinstance(part, str) else ""
+        if isinstance(part, str) and part not in (*known, "predict") and (meant or not known):  # else it may be of a later call
             there = ", ".join(map(repr, known)) or "none"
-            add = (
-                nearest(part, known)
-                or f" Add Evaluate(loader, name={part!r}), or call trainer.evaluate(loader, name={part!r}) later."
-            )
+            add = meant or f" Add Evaluate(loader, name={part!r}), or call trainer.evaluate(loader, name={part!r}) later."
             yield owner, f"it waits for the evaluation {part!r}, and there is {there}.{add}"
 
 

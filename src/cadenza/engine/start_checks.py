@@ -65,8 +65,8 @@ def _warn_of_tokens(session: Session) -> None:
     for who, reason in never(session.hooks, ends, session.accumulate):
         if who not in dict(known):
             session.warn(
-                f"{who} is not expected to fire in this run: with max_tokens={limits.max_tokens} and {a_step:g} tokens in each "
-                f"step, {reason}"
+                f"{who} is not expected to fire in this run: with max_tokens={limits.max_tokens}, if each step has {a_step:g} "
+                f"tokens as the first, {reason}"
             )
 
 

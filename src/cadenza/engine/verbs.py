@@ -291,6 +291,7 @@ class OwnCalls:
         self._last: Sequence[Optimizer] = ()  # that were updated
         self._handles: list[StepGuard | RemovableHandle] = []
         self._waiting: dict[Optimizer, StepGuard] = {}  # the optimizers without a gradient so far
+        self._stepped: set[Optimizer] = set()
         self._trained = set[Optimizer]()  # those that have had one since
         self._any_gradient = False  # whether there were gradients, of any value
         self._first_step = self._first_epoch = 0
@@ -421,6 +422,7 @@ class OwnCalls:
         raise session.step.raised
 
     def _note_step(self, optimizer: Optimizer) -> None:
+        self._stepped.add(optimizer)
         gradients = distinct_gradients([optimizer])
         if not gradients:
             return
@@ -443,7 +445,8 @@ class OwnCalls:
         if (updates and not self._waiting) or (outcome is not None and outcome.kind not in COMPLETE):
             return
         enough = 1 if updates and not self._any_gradient and len(self._waiting) == len(session.optimizers) else _STEPS
-        if not steps or (steps < enough and progress.epoch <= self._first_epoch and outcome is None):
+        idle = updates and self._stepped.isdisjoint(self._waiting)  # they may begin later
+        if not steps or (outcome is None and (idle or (steps < enough and progress.epoch <= self._first_epoch))):
             session.acts.after_next_step(self._look_for_updates)
             return
         if updates:
