@@ -34,7 +34,7 @@ def contents(package: str) -> tuple[list[str], Callable[[str], Any], Callable[[]
         if name not in home_of:
             known = not name.startswith("_")  # imported here: programs that are right build no error
             said = import_module("cadenza.text.hints").instead_of_name(name, [package, *modules]) if known else ""
-            raise AttributeError(f"module {package!r} has no attribute {name!r}{said}", name=name, obj=sys.modules[package])
+            raise AttributeError(f"module {package!r} has no attribute {name!r}{said}")
         value = getattr(imported(home_of[name], needed_by=f"{package}.{name}"), name)
         setattr(sys.modules[package], name, value)  # later reads do not come here
         return value
