@@ -20,7 +20,7 @@ from cadenza.engine.compiled_step import CompiledStep
 from cadenza.engine.session import Loops, Session
 from cadenza.errors import CadenzaError, CheckpointMismatchError, DataError
 from cadenza.loading import Consumed, num_batches
-from cadenza.loading.batch_log import DataCourse
+from cadenza.loading.batch_log import BatchLog
 from cadenza.loading.loaders import length_of
 from cadenza.loading.resumable_base import ResumableLoader
 from cadenza.loading.rng import RNGState, derive_seed
@@ -81,7 +81,7 @@ def _streams(to: Target, plain: Mapping[str, Any]) -> None:
 
 
 def _course(to: Target, plain: Sequence[Mapping[str, Any]]) -> None:
-    to.session.cursor.course = DataCourse.from_plain(plain)
+    to.session.cursor.course = BatchLog.from_plain(plain)
 
 
 def _switched(to: Target, flags: Mapping[str, Any]) -> None:

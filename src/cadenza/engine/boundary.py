@@ -1,6 +1,6 @@
 """The boundaries between steps and between epochs: counters, records and what waits for a boundary.
 
-And what a run notes there of its training data: the points of `DataCourse`, the size of its windows, the length of its loader.
+And what a run notes there of its training data: the points of `BatchLog`, the size of its windows, the length of its loader.
 """
 
 from __future__ import annotations

@@ -141,12 +141,12 @@ class Session:
     """Whether the notes of the start suggest arguments of the native trainer. The trainer of an adapter has other arguments."""
     _keep: Callable[[str], object] = field(init=False)
     _run: Callable[[], Run | None] = field(default=lambda: None, init=False)
-    acts: PendingActs = field(init=False)
+    acts: PendingActions = field(init=False)
     """What waits for a step boundary, or for the end of the run."""
 
     def __post_init__(self) -> None:
         driver, progress = self.driver, self.progress
-        self.acts = PendingActs(self.hooks)
+        self.acts = PendingActions(self.hooks)
         self.extra_parameters, self.rates = ExtraParameters(self.compute), Rates()
         self.module_flags = ModuleFlags(self.module, self.optimizers)
         self.compute = self.precision.wrap(self.compute)
@@ -228,7 +228,7 @@ class Session:
         drop_tracebacks(fault.error)
 
 
-class PendingActs:
+class PendingActions:
     """What callbacks have asked for at a later point of the run."""
 
     def __init__(self, hooks: Hooks) -> None:

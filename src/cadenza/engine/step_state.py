@@ -17,7 +17,7 @@ from cadenza.errors import LossError, notes_of
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
 from cadenza.loading import ResumableLoader
-from cadenza.loading.batch_log import DataCourse
+from cadenza.loading.batch_log import BatchLog
 from cadenza.loading.batches import moved
 from cadenza.loading.rng import RNGState
 from cadenza.loading.shards import PERMUTED
@@ -298,7 +298,7 @@ class Cursor:
         """The iterator of the current epoch."""
         self.change: Callable[[Any], Any] | None = None
         """Changes each training batch; set in ``on_setup``."""
-        self.course: DataCourse = DataCourse()
+        self.course: BatchLog = BatchLog()
         """The batches that each step has read, as ``run.json`` and checkpoints hold them."""
         self.in_epoch: bool = False
         """Whether an epoch has begun and ``on_epoch_end`` is still to come."""

@@ -18,7 +18,7 @@ from cadenza.optim.parameters import distinct_gradients
 from cadenza.records.scalars import as_number
 from cadenza.status.outputs import Outputs
 
-Take = Callable[[Sequence[Optimizer]], Sequence[Optimizer]]
+StepOptimizers = Callable[[Sequence[Optimizer]], Sequence[Optimizer]]
 """Lets optimizers step, and returns those that skipped the update, as `Precision.step`."""
 
 
@@ -114,7 +114,7 @@ def _multiply(session: Session, gradients: list[Tensor], factor: float | Tensor)
     torch._foreach_mul_(locals_of(gradients) if session.driver.shards else gradients, factor)
 
 
-def update(session: Session, optimizers: Sequence[Optimizer], take: Take | None = None) -> None:
+def update(session: Session, optimizers: Sequence[Optimizer], take: StepOptimizers | None = None) -> None:
     """Update the weights, and drop the gradients."""
     run, hooks = session.run, session.hooks
     update_weights(session, optimizers, take)
@@ -123,7 +123,7 @@ def update(session: Session, optimizers: Sequence[Optimizer], take: Take | None 
     hooks.on_after_zero_grad(run)
 
 
-def update_weights(session: Session, optimizers: Sequence[Optimizer], take: Take | None = None) -> None:
+def update_weights(session: Session, optimizers: Sequence[Optimizer], take: StepOptimizers | None = None) -> None:
     """Let `optimizers` step, with the moments around it. Gradients stay.
 
     Args:

@@ -14,7 +14,7 @@ from weakref import proxy
 
 from cadenza.errors import CadenzaError, CallbackError, MonitorError, add_note, notes_of
 from cadenza.hooks.counters import counting_of
-from cadenza.hooks.fan_out import ACTING, Calls, Failed, Scene, fan_out, profiled_fan_out
+from cadenza.hooks.fan_out import ACTING, Calls, DispatchState, Failed, fan_out, profiled_fan_out
 from cadenza.hooks.listener import Listener, Trigger, restore, state_of
 from cadenza.hooks.moments import BaseCallback, Callback, Moment, checked_arguments, moments_of
 from cadenza.hooks.order import arranged, name_beside, names_of
@@ -117,7 +117,7 @@ class Hooks(Callback):
         self.by_moment: dict[Moment, list[Listener]] = {}
         for owner in self.callbacks:
             self._listen(owner)
-        self.scene: Scene = Scene()
+        self.scene: DispatchState = DispatchState()
         """The state of the dispatch in the thread of the run."""
         self.fired: set[Moment] = set()
         self.profiler: Profiler | None = None
@@ -151,7 +151,7 @@ class Hooks(Callback):
 
     def _fire_elsewhere(self, moment: Moment, run: Run, *arguments: Any) -> None:
         """Call the listeners in a thread that does not train the run. What runs in it is not what runs in that thread."""
-        scene = Scene(self.scene)
+        scene = DispatchState(self.scene)
         token = ACTING.set(scene)
         try:
             fan_out(moment, self._calls[moment], scene, self.failed_in(moment))(run, *arguments)
@@ -163,7 +163,7 @@ class Hooks(Callback):
         known = (name for name, value in self.callbacks.items() if value is callback)
         return next(known, type(callback).__name__)
 
-    def here(self) -> Scene:
+    def here(self) -> DispatchState:
         """Return the state of the dispatch in the calling thread. Threads that a hook starts may use the run too."""
         return self.scene if self.scene.thread == get_ident() else _elsewhere(self.scene)
 
@@ -276,7 +276,7 @@ class Hooks(Callback):
         self.by_moment[moment] = [hook for hook in self.by_moment.get(moment, ()) if hook.function != function]
         self._take_listeners()
 
-    def _make_functions(self, make: Callable[[Moment, Calls, Scene, Failed], Callable[..., None]]) -> None:
+    def _make_functions(self, make: Callable[[Moment, Calls, DispatchState, Failed], Callable[..., None]]) -> None:
         self._functions = {
             moment: make(moment, calls, self.scene, self.failed_in(moment)) for moment, calls in self._calls.items()
         }
@@ -418,10 +418,10 @@ class Hooks(Callback):
                         listener.span = self.profiler.loop  # its row keeps the calls until now
 
 
-def _elsewhere(of: Scene) -> Scene:
+def _elsewhere(of: DispatchState) -> DispatchState:
     """Return the scene of a thread that does not train the run. Its context may be a copy: asyncio makes copies for threads."""
     acting = ACTING.get()
-    return acting if acting is not None and acting.of is of and acting.thread == get_ident() else Scene(of)
+    return acting if acting is not None and acting.of is of and acting.thread == get_ident() else DispatchState(of)
 
 
 _RAISED = "raised in "

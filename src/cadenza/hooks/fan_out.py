@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from cadenza.run import Run
 
 
-class Scene:
+class DispatchState:
     """The state of the dispatch of a run, in the thread that trains it.
 
     Args:
@@ -27,8 +27,8 @@ class Scene:
 
     __slots__ = ("listener", "of", "thread", "unwinding")
 
-    def __init__(self, of: Scene | None = None) -> None:
-        self.of: Scene | None = of
+    def __init__(self, of: DispatchState | None = None) -> None:
+        self.of: DispatchState | None = of
         self.thread: int = get_ident()
         self.listener: Listener | None = None
         """The running listener; the innermost one if a hook fires a moment."""
@@ -36,7 +36,7 @@ class Scene:
         """The error that is being raised while moments fire; None if there is none."""
 
 
-ACTING: ContextVar[Scene | None] = ContextVar("ACTING", default=None)
+ACTING: ContextVar[DispatchState | None] = ContextVar("ACTING", default=None)
 """The scene in a thread that fires a moment and does not train the run: threads that a hook starts may use it, too."""
 
 
@@ -94,7 +94,7 @@ Failed = Callable[[Listener, BaseException, Any, BaseException | None], tuple[Ba
 
 
 def fan_out(
-    moment: Callable[..., None], calls: Calls, scene: Scene, failed: Failed, profiler: Profiler | None = None
+    moment: Callable[..., None], calls: Calls, scene: DispatchState, failed: Failed, profiler: Profiler | None = None
 ) -> Callable[..., None]:
     """Return a function with the moment's arguments that calls the listeners, in order.
 
@@ -156,7 +156,7 @@ def scheduled(fire: Callable[..., None], calls: Calls) -> Callable[..., None]:
 
 
 def profiled_fan_out(
-    profiler: Profiler, moment: Callable[..., None], calls: Calls, scene: Scene, failed: Failed
+    profiler: Profiler, moment: Callable[..., None], calls: Calls, scene: DispatchState, failed: Failed
 ) -> Callable[..., None]:
     """Return the same with a profiler. The time between moments goes to phases."""
     name, fire = moment.__name__, fan_out(moment, calls, scene, failed, profiler)

@@ -102,14 +102,14 @@ class Segment:
         return resumable(rebuilt(self.loader, rank), self.seed, shard=shard, permuted=self.permuted)
 
 
-class DataCourse:
+class BatchLog:
     """The batches that each step of a run read.
 
     Each start of the run adds a segment, unless it goes on as before. A point is added where the position is not the one that
     follows from the last point: at a change of ``accumulate``, and after an epoch of unexpected length.
 
     >>> from cadenza.loading.batch_log import described
-    >>> course = DataCourse()
+    >>> course = BatchLog()
     >>> course.go_on(Segment(1, 2**20, 1, True, (), described([10, 20, 30])), Point(0, 0, 0, 0, 2, 3, 3))
     >>> print(course.samples(4))
     step 4, in epoch 2:
@@ -179,14 +179,14 @@ class DataCourse:
         return [{**asdict(segment), "points": [list(point) for point in segment.points]} for segment in self.segments]
 
     @staticmethod
-    def from_plain(plain: Sequence[Mapping[str, Any]]) -> DataCourse:
+    def from_plain(plain: Sequence[Mapping[str, Any]]) -> BatchLog:
         """Return the course from the result of `to_plain`."""
         segments = []
         for entry in plain:
             points = [Point(*point) for point in entry["points"]]
             consumed = tuple((ranks, done) for ranks, done in entry["consumed"])
             segments.append(Segment(**{**entry, "points": points, "consumed": consumed}))
-        return DataCourse(segments)
+        return BatchLog(segments)
 
     def _point_before(self, step: int) -> tuple[Segment, Point, Point | None]:
         """Return the last point before a step, its segment, and the point after it."""

@@ -24,7 +24,7 @@ from cadenza.errors import DirectoryError
 from cadenza.files.disk import flush, read_object, replacing
 from cadenza.files.locking import HOLDER, LOCK, FolderLock, HeldError, is_held
 from cadenza.files.paths import local_path
-from cadenza.loading.batch_log import DataCourse
+from cadenza.loading.batch_log import BatchLog
 from cadenza.records.branch_files import ROWS, cut
 from cadenza.records.logs import GatheredLog, Log
 from cadenza.records.reading import count_in
@@ -273,7 +273,7 @@ def read_info(run: str | PathLike[str]) -> RunInfo:
     over = (info.get("outcome") or {}).get("kind") in OVER
     last = info.get("steps") if done is None else done + (not over)
     try:
-        course = DataCourse.from_plain(data) if data else None
+        course = BatchLog.from_plain(data) if data else None
     except (KeyError, TypeError, ValueError) as error:
         raise DirectoryError(f"the part 'data' of {str(path / 'run.json')!r} cannot be read: {error!r}") from None
     return RunInfo(

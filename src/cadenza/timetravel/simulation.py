@@ -28,7 +28,7 @@ from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import BaseCallback, Callback
 from cadenza.hooks.order import Phase
 from cadenza.hooks.subscription import Subscription
-from cadenza.loading.batch_log import DataCourse, Window
+from cadenza.loading.batch_log import BatchLog, Window
 from cadenza.loading.evaluation import Evaluation
 from cadenza.records.directory import RecordedRun, read_info
 from cadenza.records.reading import read_decisions, read_records, read_values
@@ -335,7 +335,7 @@ class Recording:
                 evaluations.setdefault(decision.when.step, []).append(Evaluated(name, results, at_end))
         if not facts.get("progress"):  # it goes on, or was killed
             last = max([last, *(record.step for record in read_records(path / "metrics.jsonl", names=()))])
-        course = DataCourse.from_plain(facts["data"])
+        course = BatchLog.from_plain(facts["data"])
         windows = list(course.windows(last))
         if not windows:
             raise CadenzaError(f"{path}: the run has recorded no step, so there is nothing to play.")

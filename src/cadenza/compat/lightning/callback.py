@@ -28,7 +28,7 @@ from cadenza.engine.session import session_of
 from cadenza.engine.step_state import StepState
 from cadenza.errors import StateError
 from cadenza.hooks.dispatch import hooks_of
-from cadenza.hooks.fan_out import Scene
+from cadenza.hooks.fan_out import DispatchState
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback, Moment
 
@@ -54,7 +54,7 @@ class LightningCallback(ForeignCallback, Conductor):
     """The ``trainer`` of the current run."""
     module: Any
     """The ``pl_module`` of the current run."""
-    scene: Scene
+    scene: DispatchState
     step: StepState
 
     def __init__(self, callback: Any, base: type[Any]) -> None:

@@ -34,7 +34,7 @@ from cadenza.optim.rates import SetsRates
 from cadenza.status.decisions import COMPLETE
 
 if TYPE_CHECKING:
-    from cadenza.hooks.fan_out import Scene
+    from cadenza.hooks.fan_out import DispatchState
     from cadenza.loading.evaluation import Evaluation
     from cadenza.records.record import Record
     from cadenza.run import Run
@@ -55,7 +55,7 @@ class Flow(OfRun):
     state: Any
     control: Any
     keywords: dict[str, Any]
-    scene: Scene
+    scene: DispatchState
     rates: Mapping[str, Any]
 
     def __init__(self) -> None:
