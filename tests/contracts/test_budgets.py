@@ -35,11 +35,11 @@ profiling      319      3       1
 loading       2635     14       2
 records       1797     11       6
 hooks         1566     10       7
-drivers       2271     15       5
+drivers       2272     15       5
 optim         1319     11       6
 sinks         1200     10       7
 engine        5545     22      10
-checkpoint    3985     16      10
+checkpoint    3984     16      10
 callbacks     3162     31      15
 loops         1068      5      12
 testing        946      6      14
@@ -60,7 +60,7 @@ SUMS = """
 sum                             core   wings
 files                            190     389
 lines                          28999   33910
-words                         204189  229095
+words                         204188  229095
 words a line                    7.05    6.76
 data files and long literals     485     803
 modules under 30 lines            10      46

@@ -170,6 +170,7 @@ def fit_by_lightning(folder: Path) -> dict[str, Tensor]:
             self.model = network()
 
         def configure_model(self) -> None:
+            assert self.device_mesh is not None
             fully_shard(self.model, mesh=self.device_mesh["data_parallel"])
 
         def training_step(self, batch: Any, index: int) -> Tensor:

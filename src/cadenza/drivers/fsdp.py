@@ -58,7 +58,7 @@ class FsdpDriver(GroupDriver):
             sets the tensors that the module holds itself, in place. They are whole during the call. None, and for modules
             that it does not set: their method ``reset_parameters()``.
         weights: For such a model: a safetensors file, an index of several, such as ``model.safetensors.index.json``, or a
-            folder of torch's distributed checkpoint. Each rank reads its shards. What is not in the file is initialized.
+            folder of torch's distributed checkpoint. Each rank reads its shards. Other tensors are initialized.
         share_data: Split each loader over the ranks; see `DdpDriver`.
         timeout_s: Seconds to wait for the other ranks, at the start and in each exchange, before an error is raised. A mapping
             sets other limits: ``{"start": 1800, "step": 120, "save": 3600}``. The start ends with the first step.
