@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,12 +28,20 @@ from tests.distributed.drivers import Block, blocks, sharded
 from tests.distributed.parts import adamw, loader, network, squared_error, trainer
 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
 def write(folder: Path, state: dict[str, Any]) -> Path:
-    save(state, checkpoint_id=folder, no_dist=True)
+    with in_one_process():
+        save(state, checkpoint_id=folder, no_dist=True)
     return folder
+
+
+@contextmanager
+def in_one_process() -> Iterator[None]:
+    """Return a context in which torch does not warn that it reads or writes in one process."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        yield
 
 
 def trained(model: nn.Module, steps: int = 3) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -432,7 +442,8 @@ def read_by_torch(folder: Path, model: nn.Module) -> torch.optim.Optimizer:
     """Load a folder with torch alone, as torchtitan does."""
     optimizer = adamw(model.parameters())
     state: dict[str, Any] = {**model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer, options=FLAT)}
-    load(state, checkpoint_id=folder, no_dist=not torch.distributed.is_initialized())
+    with in_one_process():
+        load(state, checkpoint_id=folder, no_dist=not torch.distributed.is_initialized())
     set_optimizer_state_dict(model, optimizer, state.pop("optimizer"), options=FLAT)
     model.load_state_dict(state)
     return optimizer

@@ -53,17 +53,16 @@ def load_optimizer(
 
     With multiple ranks: each must call it.
 
-    >>> import tempfile
-    >>> from torch.distributed import checkpoint as dcp
-    >>> from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-    >>> model, other = nn.Linear(2, 1), nn.Linear(2, 1)
-    >>> model(torch.ones(2)).backward()
-    >>> (optimizer := torch.optim.AdamW(model.parameters())).step()
-    >>> folder = tempfile.mkdtemp()
-    >>> _ = dcp.save({"optimizer": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=folder, no_dist=True)
-    >>> load_optimizer(folder, other, fresh := torch.optim.AdamW(other.parameters()))
-    >>> torch.equal(fresh.state[other.weight]["exp_avg"], optimizer.state[model.weight]["exp_avg"])
-    True
+    >>> import tempfile, torch
+    >>> from cadenza.callbacks import Checkpoint
+    >>> from cadenza.testing import tiny_model, tiny_run
+    >>> folder, make = tempfile.mkdtemp(), lambda parameters: torch.optim.AdamW(parameters)
+    >>> run = tiny_run(directory=folder, optimizer=make, callbacks=[Checkpoint(every="1 epoch")])
+    >>> export_dcp(folder, f"{folder}/dcp", optimizer=True)
+    >>> optimizer = make((model := tiny_model()).parameters())
+    >>> load_optimizer(f"{folder}/dcp", model, optimizer)
+    >>> optimizer.state[model.weight]["step"]
+    tensor(5.)
     """
     folder, parameters = DcpFolder(path), list(parameters_of([optimizer]))
     states = _states_in(folder, model, parameters, names)
