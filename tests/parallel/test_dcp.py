@@ -317,6 +317,17 @@ def test_a_state_that_does_not_fit_the_optimizer_changes_nothing(tmp_path: Path)
         load_optimizer(folder, wider, adamw(wider.parameters()))
 
 
+def test_one_of_several_optimizers_of_the_same_parameters_is_chosen_by_its_key(tmp_path: Path) -> None:
+    first, optimizer = trained(network(), steps=1)
+    second, other = trained(network(), steps=2)
+    states = {"optimizer_0": get_optimizer_state_dict(second, other), "optimizer_1": get_optimizer_state_dict(first, optimizer)}
+    folder, model = write(tmp_path / "theirs", states), network()
+    with pytest.raises(CheckpointMismatchError, match=r"'optimizer_0.state', 'optimizer_1.state'. Choose one with key=KEY"):
+        load_optimizer(folder, model, adamw(model.parameters()))
+    load_optimizer(folder, model, mine := adamw(model.parameters()), key="optimizer_1")
+    assert same_moments(mine, optimizer)
+
+
 # -- files of others ---------------------------------------------------------------------------------
 
 
@@ -348,6 +359,13 @@ def test_nothing_in_hostile_metadata_is_executed(where: str, folder: Path, tmp_p
     ):
         load_weights(folder, tiny_model())
     assert not (tmp_path / "made").exists()
+
+
+def test_a_name_that_a_terminal_would_obey_is_refused(tmp_path: Path) -> None:
+    folder = write(tmp_path / "theirs", {"weight\x1b[2J": torch.ones(1, 1)})
+    with pytest.raises(CheckpointFormatError) as caught:
+        load_weights(folder, tiny_model())
+    assert str(caught.value).isprintable()
 
 
 NAMES = [

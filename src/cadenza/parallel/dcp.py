@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from typing import Any
@@ -34,6 +34,7 @@ def load_optimizer(
     model: nn.Module,
     optimizer: Optimizer,
     *,
+    key: str | None = None,
     names: Callable[[str], str] | None = None,
 ) -> None:
     """Load the state of an optimizer, such as moments and counts of steps, from a DCP folder.
@@ -45,6 +46,7 @@ def load_optimizer(
         path: The folder.
         model: The model, which may be sharded. Each rank reads its shards.
         optimizer: An optimizer of parameters of `model`.
+        key: The key of the optimizer, such as ``"optimizer_1"``, if the folder has states of these parameters under several.
         names: Called with the name of each entry of the folder; returns that of this model, as in `load_weights`.
 
     Raises:
@@ -65,7 +67,7 @@ def load_optimizer(
     tensor(5.)
     """
     folder, parameters = DcpFolder(path), list(parameters_of([optimizer]))
-    states = _states_in(folder, model, parameters, names)
+    states = _states_in(folder, _names_of(model, parameters), key, names)
     own = optimizer.state_dict()
     numbers = [number for group in own["param_groups"] for number in group["params"]]
     saved = optimizer_laid_out({**own, "state": dict(zip(numbers, states, strict=True))}, parameters)
@@ -206,7 +208,7 @@ def _tensors_of(
     A tensor that the model ties, and that the folder has under one of its names, has all of them.
     """
     plain = {plain_name(name): tensor for name, tensor in tensors.items()}
-    prefix = _prefix_of(plain, aliases.keys(), where, key)
+    prefix = _prefix_of(plain, aliases.keys(), where, key, "weights")
     below = {name.removeprefix(prefix): tensor for name, tensor in plain.items() if name.startswith(prefix)}
     depths = {tensor.folder.depth_of(tensor.name) for name, tensor in below.items() if name in aliases}
     found = {name: tensor for name, tensor in below.items() if tensor.folder.depth_of(tensor.name) in depths}
@@ -217,11 +219,12 @@ def _tensors_of(
     return found
 
 
-def _prefix_of(names: Iterable[str], expected: Collection[str], where: str, key: str | None = None) -> str:
+def _prefix_of(names: Iterable[str], expected: Collection[str], where: str, key: str | None, argument: str) -> str:
     """Return what precedes the most of the expected names, such as ``"model."``, or nothing.
 
     Raises:
-        CheckpointMismatchError: Nothing does, or several prefixes do equally, and `key` does not choose one.
+        CheckpointMismatchError: Nothing does, or several prefixes do equally, and `key` does not choose one. The user gives it
+            as `argument`.
     """
     listed = list(names)
     counts = Counter(prefix for name in listed for prefix in _prefixes(name, expected))
@@ -234,7 +237,7 @@ def _prefix_of(names: Iterable[str], expected: Collection[str], where: str, key:
     if most:
         raise CheckpointMismatchError(
             f"{where} has the names of the model under {counted(len(most), 'key')}: {few([repr(key[:-1]) for key in most])}. "
-            "Choose one with weights=KEY."
+            f"Choose one with {argument}=KEY."
         )
     under = f" under the key {key!r}" if key is not None else ""
     raise CheckpointMismatchError(
@@ -253,21 +256,17 @@ def _prefixes(name: str, expected: Collection[str]) -> list[str]:
 
 
 def _states_in(
-    folder: DcpFolder, model: nn.Module, parameters: Iterable[Tensor], names: Callable[[str], str] | None
+    folder: DcpFolder, wanted: Sequence[Sequence[str]], key: str | None, names: Callable[[str], str] | None
 ) -> list[dict[str, Any]]:
-    """Return for each parameter its state, with tensors that are not read yet."""
+    """Return for each parameter its state, with tensors that are not read yet. `wanted` are the names of each parameter."""
     slots: dict[str, dict[str, str]] = {}
     for entry in [*folder.tensors, *folder.objects]:
         name = plain_name(entry if names is None else names(entry))
         owner, _, slot = name.rpartition(".")
         if "state" in owner.split("."):
             slots.setdefault(owner, {})[slot] = entry
-    named = dict(model.named_parameters(remove_duplicate=False))
-    own: dict[int, list[str]] = {}
-    for name, parameter in named.items():
-        own.setdefault(id(parameter), []).append(plain_name(name))
-    wanted = [own.get(id(parameter), []) for parameter in parameters]
-    prefix = _prefix_of(slots, {name for some in wanted for name in some}, f"{folder.path}, in its states of optimizers,")
+    expected = {name for some in wanted for name in some}
+    prefix = _prefix_of(slots, expected, f"{folder.path}, in its states of optimizers,", key, "key")
     found = [next((slots[prefix + name] for name in some if prefix + name in slots), None) for some in wanted]
     missing = [few(some) or "one outside of the model" for some, slots in zip(wanted, found, strict=True) if slots is None]
     if missing:
@@ -276,6 +275,14 @@ def _states_in(
             "parameters that it was written with, or begin with a new optimizer."
         )
     return [{slot: _slot(folder, entry) for slot, entry in (entries or {}).items()} for entries in found]
+
+
+def _names_of(model: nn.Module, parameters: Iterable[Tensor]) -> list[list[str]]:
+    """Return all names of each parameter in a model; none of a parameter outside of it."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(plain_name(name))
+    return [names.get(id(parameter), []) for parameter in parameters]
 
 
 def _slot(folder: DcpFolder, entry: str) -> Any:

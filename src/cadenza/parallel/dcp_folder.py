@@ -57,7 +57,7 @@ class DcpFolder:
         except Exception as error:  # whatever a damaged or hostile pickle raises
             raise CheckpointFormatError(
                 f"{self.path / METADATA} does not have the format that torch.distributed.checkpoint writes "
-                f"({type(error).__name__}: {error}). Nothing of it is used."
+                f"({type(error).__name__}: {str(error)[:200]}). Nothing of it is used."
             ) from None
         self.paths: dict[str, tuple[Any, ...]] = metadata.planner_data
         """By name of an entry, the keys that lead to it in the nested state that was saved."""
@@ -288,7 +288,7 @@ def _is(record: Any, name: str) -> bool:
 
 
 def _text(value: Any) -> str:
-    _require(isinstance(value, str), f"{value!r} is no text")
+    _require(isinstance(value, str) and value.isprintable(), f"{value!r} is no name")
     return str(value)
 
 
