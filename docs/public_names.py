@@ -15,6 +15,7 @@ MODULES = (
     "cadenza.loading",
     "cadenza.testing",
     "cadenza.timetravel",
+    "cadenza.parallel",
     "cadenza.hooks",
     "cadenza.records",
     "cadenza.report",

@@ -3,7 +3,8 @@
 Each public name stands where it is defined; importing this package does no work. `cadenza.callbacks` holds callbacks,
 `cadenza.sinks` the sinks for records, `cadenza.records` functions that read a run directory, `cadenza.loading` loaders,
 `cadenza.drivers` drivers, `cadenza.testing` help for tests, `cadenza.steering` questions to a run and acts on it,
-`cadenza.timetravel` functions that repeat past steps of a run, `cadenza.compat` adapters for other systems' callbacks.
+`cadenza.timetravel` functions that repeat past steps of a run, `cadenza.compat` adapters for other systems' callbacks,
+`cadenza.parallel` checkpoints of torch's distributed checkpoint (DCP).
 """
 
 from typing import TYPE_CHECKING
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from cadenza import errors as errors
     from cadenza import hooks as hooks
     from cadenza import loading as loading
+    from cadenza import parallel as parallel
     from cadenza import records as records
     from cadenza import sinks as sinks
     from cadenza import steering as steering

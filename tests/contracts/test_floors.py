@@ -27,7 +27,7 @@ FLOORS = {  # on a floor, too, a room imports only rooms that stand before it
     4: "engine run",
     5: "checkpoint",
     6: "callbacks loops trainer attaching",
-    7: "testing commands compat trackers report steering timetravel __main__",
+    7: "testing commands compat trackers report steering timetravel parallel __main__",
 }
 FLOOR_OF = {name: floor for floor, names in FLOORS.items() for name in names.split()}
 ORDER = list(FLOOR_OF)
@@ -199,7 +199,16 @@ def test_the_public_names_are_these() -> None:
     assert all(hasattr(cadenza, name) for name in cadenza.__all__)
 
 
-PACKAGES = [cadenza, cadenza.callbacks, cadenza.drivers, cadenza.records, cadenza.sinks, cadenza.steering, cadenza.timetravel]
+PACKAGES = [
+    cadenza,
+    cadenza.callbacks,
+    cadenza.drivers,
+    cadenza.parallel,
+    cadenza.records,
+    cadenza.sinks,
+    cadenza.steering,
+    cadenza.timetravel,
+]
 
 
 @pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.__name__)
@@ -280,7 +289,7 @@ def test_a_trainer_brings_no_callback_but_the_one_that_it_must_know_no_sink_and_
     assert not brought & {"html", "sqlite3", "wave", "urllib.request", "safetensors.torch", "fsspec"}
 
 
-INNER = "callbacks compat drivers errors hooks loading records sinks steering testing timetravel"
+INNER = "callbacks compat drivers errors hooks loading parallel records sinks steering testing timetravel"
 
 
 def test_packages_are_found_by_attribute_and_imported_then() -> None:

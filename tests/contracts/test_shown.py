@@ -31,7 +31,7 @@ from cadenza.text.hints import hints
 from cadenza.timetravel import Difference, replay_capsule, replay_step, what_if
 from tests.callbacks.shipped import CALLBACKS, SINKS, made
 
-PACKAGES = ["callbacks", "drivers", "hooks", "loading", "records", "sinks", "testing", "timetravel"]
+PACKAGES = ["callbacks", "drivers", "hooks", "loading", "parallel", "records", "sinks", "testing", "timetravel"]
 TABLES = {"Calendar", "Plan", "Timings"}  # their repr is the table that print shows
 NO_OBJECT = {"Callback", "HoldsWeights", "Driver", "Sink", "Phase", "Schedule", "Hooks"}  # bases and tables, shown below
 OF_SEVERAL_PROCESSES = {"DdpDriver", "FsdpDriver"}

@@ -10,7 +10,7 @@ from pathlib import Path
 
 WITHOUT = """
 import fcntl, importlib, os, pkgutil, shutil, signal, sys, types
-import numpy, safetensors.torch, torch, torch.distributed, torch.utils.tensorboard
+import numpy, safetensors.torch, torch, torch.distributed.checkpoint, torch.utils.tensorboard
 from pathlib import Path
 
 LK_UNLCK, LK_NBLCK, flock, kinds = 0, 2, fcntl.flock, {0: fcntl.LOCK_UN, 2: fcntl.LOCK_EX | fcntl.LOCK_NB}

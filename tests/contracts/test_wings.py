@@ -80,6 +80,7 @@ facts["commands"] = {line: command(*line.split()) for line in lines}
 facts["errors"] = {line: error_of(line) for line in (
     "from cadenza.callbacks import Capsule", "import cadenza; cadenza.sinks.Wandb", "import cadenza; cadenza.timetravel",
     "from cadenza.compat.nemo import core", "Trainer.from_lightning(None)",
+    "import os, cadenza; os.mkdir('dcp'); open('dcp/.metadata', 'w').close(); cadenza.load_weights('dcp', None)",
 )}
 print("FACTS", json.dumps(facts))
 """
@@ -144,6 +145,9 @@ def test_a_name_of_an_absent_wing_is_an_error_that_says_which_one(facts: Facts) 
         "import cadenza; cadenza.sinks.Wandb": f"cadenza.sinks.Wandb needs the package 'cadenza.trackers'{end}",
         "import cadenza; cadenza.timetravel": f"cadenza.timetravel needs the package 'cadenza.timetravel'{end}",
         "from cadenza.compat.nemo import core": "No module named 'cadenza.compat'",
+        "import os, cadenza; os.mkdir('dcp'); open('dcp/.metadata', 'w').close(); cadenza.load_weights('dcp', None)": (
+            f"the folder dcp needs the package 'cadenza.parallel'{end}"
+        ),
         "Trainer.from_lightning(None)": f"Trainer.from_lightning needs the package 'cadenza.compat'{end}",
     }
 

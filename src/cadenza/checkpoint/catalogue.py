@@ -16,6 +16,7 @@ from cadenza.checkpoint.store import Branch, Entry, Loaded, Saved, Store
 from cadenza.checkpoint.store.checkpoints import not_exact
 from cadenza.checkpoint.store.files import BEST, LAST
 from cadenza.checkpoint.store.manifest import best_text, best_value
+from cadenza.drivers.meta_tensors import is_dcp_folder
 from cadenza.errors import CheckpointDamagedError, CheckpointError, CheckpointFormatError, DistributedError, nearest
 from cadenza.files.disk import read_object
 from cadenza.files.paths import local_text
@@ -346,10 +347,10 @@ def entry_at(path: str, reader: Reader) -> Entry:
             f"{path!r} is a checkpoint of transformers, which holds no run to continue. Load its weights with "
             "from_pretrained, and start a new run with fit()."
         )
-    if is_here and os.path.isfile(path):
+    if is_here and (os.path.isfile(path) or is_dcp_folder(path)):
         raise CheckpointError(
-            f"{path!r} is a file, which holds no run to continue. Give the checkpoint, a folder such as 'step-00000500', or "
-            "load the weights with load_weights(path, model) and start a new run with fit()."
+            f"{path!r} is a file or a folder of weights, which holds no run to continue. Give the checkpoint, a folder such as "
+            "'step-00000500', or load the weights with load_weights(path, model) and start a new run with fit()."
         )
     found = [entry.name for entry in store.saved()]
     there = f"expected one of {found} in {str(store.files)!r}" if found else f"{str(store.files)!r} holds none"

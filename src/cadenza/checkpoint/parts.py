@@ -27,6 +27,7 @@ from cadenza.loading.rng import RNGState, derive_seed
 from cadenza.loading.settings import loader_settings, ordered_by_sample
 from cadenza.loading.shards import Shard
 from cadenza.optim.held_weights import holders_in
+from cadenza.optim.model_state import plain_name
 from cadenza.optim.optimizers import changed_by_loading, is_of_torch, load_state, loadable
 from cadenza.optim.parameters import parameters_of
 from cadenza.records.history import History
@@ -134,6 +135,12 @@ def _optimizers(to: Target, states: Sequence[Mapping[str, Any]]) -> None:
     session.given.take_over(session.run, to.loaded.state.get("given", {}))
 
 
+def _parameter_names(session: Session) -> list[list[str | None]]:
+    """Return the names of the parameters of each optimizer, for exports; None for a parameter outside of the model."""
+    names = {id(parameter): plain_name(name) for name, parameter in session.module.named_parameters()}
+    return [[names.get(id(parameter)) for parameter in parameters_of([optimizer])] for optimizer in session.optimizers]
+
+
 def _data_of(session: Session) -> dict[str, Any] | None:
     """Return what a run on another number of ranks needs; None if one rank did all."""
     progress, shard = session.progress, session.cursor.source.shard
@@ -182,6 +189,7 @@ def _gradients(to: Target, gradients: Mapping[int, Tensor]) -> None:
 _TRAINING = (
     Part("streams", lambda session: RNGState.capture().to_plain(session.driver.device.index), _streams, each_rank=True),
     Part("optimizers", lambda session: [optimizer.state_dict() for optimizer in session.optimizers], _optimizers),
+    Part("parameter names", _parameter_names),
     Part(
         "outside",
         lambda session: session.extra_parameters.state_dict() or None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,7 +20,7 @@ from cadenza.checkpoint.store.files import is_link_name
 from cadenza.checkpoint.store.manifest import best_brief
 from cadenza.drivers import Driver
 from cadenza.drivers.consensus import agreed
-from cadenza.drivers.meta_tensors import tensors_in_file
+from cadenza.drivers.meta_tensors import dcp_reader, is_dcp_folder, tensors_in_file
 from cadenza.drivers.sharding import is_sharded, whole
 from cadenza.engine.session import Session
 from cadenza.errors import CheckpointError, CheckpointMismatchError, nearest
@@ -45,19 +45,23 @@ def load_weights(
     which: Which | None = None,
     strict: bool = True,
     weights: str | None = None,
+    names: Callable[[str], str] | None = None,
 ) -> list[str]:
     """Put weights into a model.
 
     Args:
         path: A run directory, a folder of checkpoints, an fsspec URL, a checkpoint, a safetensors file, or an index of several
-            files, such as ``model.safetensors.index.json``. Into a sharded model, each rank reads its shards of such files.
+            files, such as ``model.safetensors.index.json``, or a folder of torch's distributed checkpoint. Into a sharded
+            model, each rank reads its shards of such files.
         model: Gets them, on the device where it is.
         which: The checkpoint of a run: ``"last"``, the newest that verifies, on the branch that the run is on; ``"best"``, or
             ``"best:eval/acc"`` if several results chose one, for which ``Checkpoint(keep_best=...)`` kept it; or a name such
             as ``"step-500"``. None: the last.
         strict: Names and shapes must be the model's.
         weights: Which: ``"model"`` for the model's own, or the name of averaged ones, such as ``"ema"``. None: the averaged
-            ones if these had the best result for which the checkpoint was kept, else the model's own.
+            ones if these had the best result for which the checkpoint was kept, else the model's own. Of a folder of torch's
+            distributed checkpoint: the key that precedes the names, if several do.
+        names: Called with each name in the file; returns that in the model.
 
     Returns:
         The names that did not fit; always empty if `strict`.
@@ -80,7 +84,8 @@ def load_weights(
     >>> load_weights(f"{folder}/checkpoints/step-00000004", nn.Linear(2, 1), strict=False)
     ["weight has shape (1, 1), the model's (1, 2)"]
     """
-    return chosen_at(path, which, weights).load_into(model, strict=strict)
+    chosen = chosen_at(path, which, weights)
+    return (chosen if names is None else chosen.renamed(names)).load_into(model, strict=strict)
 
 
 def save_weights(model: nn.Module, path: str | PathLike[str]) -> None:
@@ -183,6 +188,17 @@ class Chosen:
         load_into(model, tensors)
         return misfits
 
+    def renamed(self, names: Callable[[str], str]) -> Chosen:
+        """Return the weights under other names.
+
+        Raises:
+            ValueError: `names` returns one name twice.
+        """
+        tensors = {names(name): tensor for name, tensor in self.tensors.items()}
+        if len(tensors) < len(self.tensors):
+            raise ValueError(f"names= returns {len(tensors)} names for {len(self.tensors)} tensors. Return another for each.")
+        return replace(self, tensors=tensors)
+
     def fitting(self, model: nn.Module, *, strict: bool = True) -> tuple[dict[str, Any], list[str]]:
         """Return the tensors that fit a model, and a text about each other one.
 
@@ -262,17 +278,21 @@ def chosen_at(path: str | PathLike[str], which: Which | None = None, wanted: str
         reader = Reader()
         found = find(text, which, reader.problem)
         return chosen_of(reader.read(found), found.path, found.best, wanted)
-    if wanted not in (None, MODEL) or which is not None:
+    in_folder = is_dcp_folder(text)
+    if (wanted not in (None, MODEL) and not in_folder) or which is not None:
         meant = f"which={which!r}" if which is not None else f"any that are called {wanted!r}"
         raise CheckpointError(
             f"{text} is one file of weights, without {meant}. Give the checkpoint or the directory of the run"
         )
-    return Chosen(text, dict(tensors_in_file(text)))
+    if in_folder:
+        chosen: Chosen = dcp_reader(text).weights_in(text, wanted)
+        return chosen
+    return Chosen(text, tensors_in_file(text))
 
 
 def is_weights_file(path: str) -> bool:
-    """Return whether a path is that of a file of weights, and no checkpoint or a link to one."""
-    return Path(path).is_file() and not is_link_name(Path(path).name)
+    """Return whether a path is that of a file of weights or of a DCP folder, and no checkpoint or a link to one."""
+    return (Path(path).is_file() and not is_link_name(Path(path).name)) or is_dcp_folder(path)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from cadenza.drivers.group import GroupDriver, Limits, check_switches
-from cadenza.drivers.meta_tensors import Init, check_can_materialize, empty_tensors, materialize
+from cadenza.drivers.meta_tensors import Init, check_can_materialize, empty_tensors, is_dcp_folder, materialize
 from cadenza.drivers.name_patterns import Choice, check_choice, named_matches
 from cadenza.drivers.sharding import Readable, chunk_of
 from cadenza.drivers.tensor_parallel import TensorParallel
@@ -57,8 +57,8 @@ class FsdpDriver(GroupDriver):
         init: For a model that was built on the device ``meta``: a function that is called with each module, children first, and
             sets the tensors that the module holds itself, in place. They are whole during the call. None, and for modules
             that it does not set: their method ``reset_parameters()``.
-        weights: For such a model: a safetensors file, or an index of several, such as ``model.safetensors.index.json``. Each
-            rank reads its shards. What the file does not hold is initialized.
+        weights: For such a model: a safetensors file, an index of several, such as ``model.safetensors.index.json``, or a
+            folder of torch's distributed checkpoint. Each rank reads its shards. Other tensors are initialized.
         share_data: Split each loader over the ranks; see `DdpDriver`.
         timeout_s: Seconds to wait for the other ranks, at the start and in each exchange, before an error is raised. A mapping
             sets other limits: ``{"start": 1800, "step": 120, "save": 3600}``. The start ends with the first step.
@@ -133,10 +133,10 @@ class FsdpDriver(GroupDriver):
         self._cast_forward_inputs = cast_forward_inputs
         if init is not None and not callable(init):
             raise TypeError(f"init must be a function of a module, or None; got {init!r}")
-        if weights is not None and not os.path.isfile(weights):
+        if weights is not None and not (os.path.isfile(weights) or is_dcp_folder(weights)):
             raise ValueError(
-                f"weights must be a safetensors file, or a model.safetensors.index.json; rank {self.rank} finds no file "
-                f"{os.fspath(weights)!r}. For a checkpoint use fit(resume=PATH), or export_weights to make a file of it."
+                f"weights must be a safetensors file, a model.safetensors.index.json or a DCP folder; rank {self.rank} "
+                f"finds no file {os.fspath(weights)!r}. For a checkpoint, use fit(resume=PATH) or export_weights."
             )
         self.cpu_offload: bool = cpu_offload
         self.init: Init | None = init

@@ -24,6 +24,7 @@ from cadenza.drivers.consensus import Meeting, decided
 from cadenza.drivers.sharding import Region, is_sharded, laid_out, local, region_of, whole
 from cadenza.errors import CheckpointFormatError, DistributedError
 from cadenza.files.paths import local_path
+from cadenza.lazy import imported
 from cadenza.loading.rng import draw_seed, preserve_rng_state, seed_all
 from cadenza.status.formats import counted, few
 
@@ -44,16 +45,20 @@ class FileTensor:
         return tensor
 
 
-def tensors_in_file(path: str | PathLike[str]) -> dict[str, FileTensor]:
+def tensors_in_file(path: str | PathLike[str], aliases: Mapping[str, list[str]] | None = None) -> dict[str, Any]:
     """Return the tensors of a safetensors file, or of the files that an index names, by name. Only headers are read.
 
     Args:
-        path: The file, or a ``model.safetensors.index.json`` beside the files, as Hugging Face writes large models.
+        path: The file, or a ``model.safetensors.index.json`` beside the files, as Hugging Face writes large models. With
+            `aliases`, also a folder of torch's distributed checkpoint.
+        aliases: See `aliases_in`.
 
     Raises:
         CheckpointFormatError: It is neither.
     """
     target = local_path(path)
+    if aliases is not None and is_dcp_folder(target):
+        return dict(dcp_reader(target).tensors_in(target, aliases))
     if target.suffix != ".json":
         return _in_one_file(target)
     try:
@@ -65,6 +70,16 @@ def tensors_in_file(path: str | PathLike[str]) -> dict[str, FileTensor]:
             f"{target} is no index of safetensors files ({type(error).__name__}: {error}). Expected a JSON file with a "
             "'weight_map' that names, for each tensor, a file in the same folder that holds it."
         ) from None
+
+
+def is_dcp_folder(path: str | PathLike[str]) -> bool:
+    """Return whether a path is that of a folder of torch's distributed checkpoint."""
+    return Path(path, ".metadata").is_file()
+
+
+def dcp_reader(path: str | PathLike[str]) -> Any:
+    """Return the module that reads folders of torch's distributed checkpoint. It is in a wing."""
+    return imported("cadenza.parallel.dcp", needed_by=f"the folder {local_path(path)}")
 
 
 def _in_one_file(path: Path) -> dict[str, FileTensor]:
@@ -104,7 +119,8 @@ def check_can_materialize(model: nn.Module, init: Init | None = None, weights: s
     empty = empty_tensors(model)
     if init is not None or not empty:
         return
-    stored, aliases = set() if weights is None else set(tensors_in_file(weights)), _aliases(model)
+    aliases = aliases_in(model)
+    stored = set() if weights is None else set(tensors_in_file(weights, aliases))
     unset = [name for name in empty if not stored & {*aliases[name]}]
     paths = {
         name: [model.get_submodule(name.rsplit(".", depth)[0]) for depth in range(1, name.count(".") + 1)] for name in unset
@@ -177,7 +193,8 @@ class _Materializing:
         tells: bool,
     ) -> None:
         self._model, self._targets, self._init, self._path, self._tells = model, targets, init, weights, tells
-        stored, aliases = {} if weights is None else tensors_in_file(weights), _aliases(model)
+        aliases = aliases_in(model)
+        stored = {} if weights is None else tensors_in_file(weights, aliases)
         self._found = {name: stored[alias] for name in targets for alias in aliases[name] if alias in stored}
         self._extra = stored.keys() - {alias for name in targets for alias in aliases[name]}
         self._writes = _Writes({_storage(target) for target in targets.values()})
@@ -364,7 +381,7 @@ def _reset_of(module: nn.Module) -> Callable[[], object] | None:
     return next(filter(callable, methods), None)
 
 
-def _aliases(model: nn.Module) -> dict[str, list[str]]:
+def aliases_in(model: nn.Module) -> dict[str, list[str]]:
     """Return, for each name of a tensor, all its names: several modules may hold it."""
     tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     by_tensor: dict[int, list[str]] = {}

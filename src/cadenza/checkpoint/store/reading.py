@@ -498,6 +498,7 @@ _WHOLE = _WEIGHTS | {
     "schedules?": _schedules,
     "config": _CONFIG,
     "given?": _GIVEN,
+    "parameter names?": [[or_none(str)]],
     "environment": {str: object},
     "model_extra": {str: object},
     "optimizers": [Mapping],

@@ -1,0 +1,13 @@
+"""Checkpoints of other trainers of many ranks: folders of torch's distributed checkpoint (DCP)."""
+
+from typing import TYPE_CHECKING
+
+from cadenza.lazy import contents
+
+if TYPE_CHECKING:
+    from cadenza.parallel.dcp import export_dcp as export_dcp
+    from cadenza.parallel.dcp import load_optimizer as load_optimizer
+
+    __all__: list[str]
+else:
+    __all__, __getattr__, __dir__ = contents(__name__)
