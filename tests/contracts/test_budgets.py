@@ -34,17 +34,17 @@ files          393      5       0
 profiling      319      3       1
 loading       2635     14       2
 records       1797     11       6
-hooks         1566     10       7
+hooks         1563     10       7
 drivers       2272     15       5
 optim         1319     11       6
 sinks         1200     10       7
-engine        5545     22      10
-checkpoint    3984     16      10
-callbacks     3162     31      15
+engine        5546     22      10
+checkpoint    3985     16      10
+callbacks     3163     31      15
 loops         1068      5      12
 testing        946      6      14
 commands       687      8      11
-report        2489     24       8
+report        2490     24       8
 steering      1782     16      10
 timetravel    2995     18      21
 parallel       376      3       7
@@ -59,8 +59,8 @@ WINGS = ("compat", "parallel", "report", "steering", "timetravel", "trackers")
 SUMS = """
 sum                             core   wings
 files                            190     389
-lines                          28999   33912
-words                         204188  229121
+lines                          28999   33913
+words                         204197  229124
 words a line                    7.05    6.76
 data files and long literals     485     803
 modules under 30 lines            10      46
