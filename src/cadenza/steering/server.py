@@ -25,7 +25,7 @@ from cadenza.report import Live, Story, name_distinctly, page, story_at
 from cadenza.report.commands.directories import NamedRuns
 from cadenza.status.formats import amount, clock, counted, in_json, precise
 from cadenza.status.markup import Html, element
-from cadenza.steering.acts import LARGEST, VERBS
+from cadenza.steering.acts import LARGEST, VERBS, check_content
 from cadenza.steering.condition import FAULTS
 from cadenza.steering.run_reader import RunReader, sentence
 from cadenza.steering.sending import tell
@@ -301,6 +301,7 @@ def _act_in(body: bytes) -> tuple[str, dict[str, Any], str]:
         raise ValueError(f"the verb must be one of {', '.join(ALLOWED)}")
     if not isinstance(arguments, dict) or not isinstance(reason, str):
         raise ValueError("arguments must be an object, and reason a text")
+    check_content(act)
     return str(verb), arguments, reason
 
 
