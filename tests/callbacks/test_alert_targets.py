@@ -354,6 +354,33 @@ def test_a_continued_run_goes_on_with_the_pause(tmp_path: Path) -> None:
     assert came == [1]
 
 
+@pytest.mark.parametrize("fails_at", [4, 8])
+def test_a_continued_run_knows_how_many_alerts_were_held_back(fails_at: int, tmp_path: Path, monkeypatch: Any) -> None:
+    """The pause ends before step 7. The last checkpoint is two steps before the error, so steps are repeated."""
+    now = [1e9]
+    monkeypatch.setattr("cadenza.trackers.alert.time.time", lambda: now[0])
+    came: list[tuple[int, int]] = []
+
+    @on(Callback.on_step_end)
+    def fail(run: Run) -> None:
+        now[0] = 1e9 + (7200 if run.progress.step >= 11 else 3600 if run.progress.step >= 7 else 0)
+        if run.progress.step == fails_at and not (tmp_path / "failed").exists():
+            (tmp_path / "failed").touch()
+            raise ZeroDivisionError
+
+    def fit() -> Run:
+        alert = Alert("x > 2", to=lambda message: came.append((message.step, message.held)), pause="1 h")
+        values = log_x(3, 1, 3, 1, 3, 1, 3, 1, 3, 1, 3)
+        return tiny_trainer(
+            callbacks=[fail, values, alert, Checkpoint(every="3 steps")], steps=11, epochs=None, directory=tmp_path / "run"
+        ).fit(resume="auto")
+
+    with pytest.raises(ZeroDivisionError):
+        fit()
+    fit()
+    assert came == [(1, 0), (7, 2), (11, 1)]
+
+
 WRONG = [
     (lambda: Email("ann"), ValueError, 'addresses such as "me@example.org"'),
     (lambda: Email([]), ValueError, 'addresses such as "me@example.org"'),
