@@ -28,6 +28,7 @@ from cadenza.callbacks import Alert, Checkpoint
 from cadenza.testing import tiny_run, tiny_trainer
 from cadenza.trackers import Email, Ntfy, alert_targets
 from cadenza.trackers.alert_targets import Target
+from tests.waiting import until
 
 TEXT = "x is 3, > 2"
 
@@ -238,6 +239,17 @@ def test_a_redirection_is_not_followed_and_is_said(kind: str, web: Web, monkeypa
     assert "secret" not in why
 
 
+def test_the_end_of_a_line_after_a_token_is_not_a_part_of_it(web: Web, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(alert_targets, "_PAUSES_S", (0.0, 0.0))
+    assert not not_sent(sent_to(Ntfy(f"{web.address}/topic", token="tk_secret\n")))
+    monkeypatch.setenv("CADENZA_NTFY_TOKEN", "tk_secret\n")
+    assert not not_sent(sent_to(Ntfy(f"{web.address}/topic")))
+    assert [headers["Authorization"] for _, headers, _ in web.came] == ["Bearer tk_secret"] * 2
+    monkeypatch.setenv("CADENZA_NTFY_TOKEN", "tk_secret\nX-Evil: 1")
+    [why] = not_sent(sent_to(Ntfy(f"{web.address}/topic")))
+    assert why.endswith("the topic of 127.0.0.1: CADENZA_NTFY_TOKEN must be ASCII without spaces")
+
+
 # -- programs -----------------------------------------------------------------------------------------
 
 
@@ -260,6 +272,43 @@ def test_a_machine_without_the_program_says_so(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv("PATH", str(tmp_path))
     [why] = not_sent(sent_to("desktop"))
     assert "did not reach 'desktop': FileNotFoundError" in why
+
+
+ECHO = "import sys; sys.exit(sys.argv[1])"  # the text goes to stderr
+SECRET: dict[str, tuple[Any, str]] = {
+    "a command that fails": ([sys.executable, "-c", ECHO, "s3cret"], "it ended with exit code 1"),
+    "a command that does not end": (["sh", "-c", "exec sleep 1000", "s3cret"], "it did not end within 0.2 s"),
+    "a command that is not there": (["no-such-program", "s3cret"], "FileNotFoundError (ENOENT)"),
+    "a server that is not there": ("http://127.0.0.1:9/s3cret", "ConnectionRefusedError (ECONNREFUSED)"),
+    "a function": (lambda message: json.loads("s3cret"), "JSONDecodeError"),
+    "a function that opens a file": (lambda message: Path("/s3cret").read_text(), "FileNotFoundError (ENOENT)"),
+}
+
+
+@pytest.mark.parametrize("case", SECRET)
+def test_the_reason_of_a_failure_is_its_kind_and_no_file_of_the_run_has_the_secret(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(alert_targets, "_PAUSES_S", (0.0, 0.0))
+    target, reason = SECRET[case]
+    if "does not end" in case:
+        monkeypatch.setattr(alert_targets, "_TIMEOUT_S", 0.2)
+    run = tiny_run(callbacks=[log_x(3.0), Alert("x > 2", to=[target])], steps=1, directory=tmp_path)
+    [why] = not_sent(run)
+    assert why.endswith(f": {reason}")
+    written = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
+    assert "s3cret" not in written.decode(errors="replace") + caplog.text
+
+
+def test_a_command_that_leaves_a_child_in_the_background_has_sent_its_alert(tmp_path: Path) -> None:
+    """The child keeps what the command inherited, until the file of the test is removed."""
+    (tmp_path / "goes on").touch()
+    script = "echo x >> came; (while [ -e 'goes on' ]; do sleep 0.05; done; touch ended) & echo hi"
+    assert not not_sent(sent_to(["sh", "-c", f"cd {tmp_path} && {{ {script}; }}"]))
+    assert (tmp_path / "came").read_text() == "x\n"
+    assert not (tmp_path / "ended").exists()
+    (tmp_path / "goes on").unlink()
+    until((tmp_path / "ended").exists)
 
 
 # -- how often ----------------------------------------------------------------------------------------
@@ -305,6 +354,33 @@ def test_a_continued_run_goes_on_with_the_pause(tmp_path: Path) -> None:
     assert came == [1]
 
 
+@pytest.mark.parametrize("fails_at", [4, 8])
+def test_a_continued_run_knows_how_many_alerts_were_held_back(fails_at: int, tmp_path: Path, monkeypatch: Any) -> None:
+    """The pause ends before step 7. The last checkpoint is two steps before the error, so steps are repeated."""
+    now = [1e9]
+    monkeypatch.setattr("cadenza.trackers.alert.time.time", lambda: now[0])
+    came: list[tuple[int, int]] = []
+
+    @on(Callback.on_step_end)
+    def fail(run: Run) -> None:
+        now[0] = 1e9 + (7200 if run.progress.step >= 11 else 3600 if run.progress.step >= 7 else 0)
+        if run.progress.step == fails_at and not (tmp_path / "failed").exists():
+            (tmp_path / "failed").touch()
+            raise ZeroDivisionError
+
+    def fit() -> Run:
+        alert = Alert("x > 2", to=lambda message: came.append((message.step, message.held)), pause="1 h")
+        values = log_x(3, 1, 3, 1, 3, 1, 3, 1, 3, 1, 3)
+        return tiny_trainer(
+            callbacks=[fail, values, alert, Checkpoint(every="3 steps")], steps=11, epochs=None, directory=tmp_path / "run"
+        ).fit(resume="auto")
+
+    with pytest.raises(ZeroDivisionError):
+        fit()
+    fit()
+    assert came == [(1, 0), (7, 2), (11, 1)]
+
+
 WRONG = [
     (lambda: Email("ann"), ValueError, 'addresses such as "me@example.org"'),
     (lambda: Email([]), ValueError, 'addresses such as "me@example.org"'),
@@ -315,6 +391,17 @@ WRONG = [
     (lambda: Ntfy("ftp://ntfy.sh/topic"), ValueError, "the address of a topic"),
     (lambda: Alert("x > 2", to="https://example.org/a secret"), TypeError, "ASCII without spaces"),
     (lambda: Alert("x > 2", to="ftp://example.org/secret"), TypeError, "must begin with https://"),
+    (lambda: Alert("x > 2", to="https://ann:secret@example.org/hook"), TypeError, "no user"),
+    (lambda: Alert("x > 2", to="https://secret@example.org/hook"), TypeError, "no user"),
+    (lambda: Alert("x > 2", to="http://example.org:secret/x"), TypeError, "must begin with https://"),
+    (lambda: Alert("x > 2", to="http://[secret/x"), TypeError, "must begin with https://"),
+    (lambda: Alert("x > 2", to="example.org/hooks/secret"), TypeError, "got a str"),
+    (lambda: Alert("x > 2", to=[["curl", "secret", 5]]), TypeError, "got a list"),
+    (lambda: Ntfy("https://ann:secret@ntfy.sh/topic"), ValueError, "the address of a topic"),
+    (lambda: Ntfy("https://ntfy.sh:secret/topic"), ValueError, "the address of a topic"),
+    (lambda: Ntfy("https://ntfy.sh/topic", token="a secret"), ValueError, "token must be ASCII without spaces"),
+    (lambda: Ntfy("https://ntfy.sh/topic", token="secrét"), ValueError, "token must be ASCII without spaces"),
+    (lambda: Email("ann@example.org", "smtp://example.org:secret"), ValueError, "server must be"),
     (lambda: Alert("x > 2", to="mailto:ann"), ValueError, "addresses such as"),
     (lambda: Alert("x > 2", pause="10 steps"), ValueError, "pause must be a time"),
 ]

@@ -352,6 +352,31 @@ def test_a_copy_from_another_machine_is_not_said_to_be_killed(tmp_path: Path, ca
     assert "a process on node-3 trained it" in cadenza("why", copy).out
 
 
+def test_a_copy_is_followed_as_long_as_it_grows(tmp_path: Path, cadenza: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    died(tmp_path / "run", waits_after=5)
+    (tmp_path / "run" / "run.lock").write_text("process 71 on node-3\n", encoding="utf-8")
+    now = [time.monotonic()]
+    lines = (tmp_path / "run" / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    row = json.loads(lines[-1])
+
+    def grow(seconds: float) -> None:
+        """Pass time; the copy grows four times, each time after five seconds."""
+        now[0] += 5
+        if row["step"] < 9:
+            row.update(step=row["step"] + 1, time=row["time"] + 5)
+            with (tmp_path / "run" / "metrics.jsonl").open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+        assert now[0] < began + 100, "the watch does not end"
+
+    began, first = now[0], row["step"]
+    monkeypatch.setattr("cadenza.report.commands.following.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("cadenza.report.commands.watch.time.sleep", grow)
+    out = cadenza("watch", tmp_path).out
+    assert [f"step {step}:" in out for step in range(first, 10)] == [True] * (10 - first)
+    assert "elsewhere: a process on node-3 trained it" in out
+    assert now[0] - began == 5 * (9 - first) + 20  # the first multiple of 5 s after three times the interval
+
+
 def test_a_record_of_media_alone_says_how_many_there_are(tmp_path: Path, cadenza: Command) -> None:
     @on(Callback.on_step_end)
     def log(run: Run) -> None:

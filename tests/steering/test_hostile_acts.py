@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,11 @@ def changed(folder: Folder, **fields: Any) -> bytes:
     return json.dumps({**json.loads(file_of(folder.act(), folder.key)), **fields}).encode()
 
 
+def nested(levels: int) -> dict[str, Any]:
+    """Return objects in objects."""
+    return {"a": nested(levels - 1)} if levels > 1 else {"a": 1}
+
+
 def without(folder: Folder, name: str) -> bytes:
     content = json.loads(file_of(folder.act(), folder.key))
     del content[name]
@@ -66,6 +72,11 @@ CONTENTS: dict[str, Callable[[Folder], bytes]] = {
     "a list": lambda folder: b"[]",
     "a number": lambda folder: b"1e999",
     "deep": lambda folder: b"[" * 10_000,
+    "nested": lambda folder: file_of(folder.act(arguments=nested(900)), folder.key),
+    "nested outside of the arguments": lambda folder: changed(folder, reason=nested(900)),
+    "half of a character": lambda folder: file_of(folder.act(arguments={"text": "\ud800"}), folder.key),
+    "half of a character in a name": lambda folder: file_of(folder.act(arguments={"\ud800": "x"}), folder.key),
+    "half of a character in the reason": lambda folder: file_of(folder.act(reason="\ud800"), folder.key),
     "large": lambda folder: b" " * (LARGEST + 1),
     "huge and signed": lambda folder: file_of(folder.act(arguments={"text": "x" * LARGEST}), folder.key),
     "half": lambda folder: file_of(folder.act(), folder.key)[:-20],
@@ -272,6 +283,39 @@ def test_the_run_says_which_files_it_refused_and_goes_on(tmp_path: Path) -> None
     assert refused[0].endswith("is not an act of this run: it is no JSON")
 
 
+UNCLEAR: dict[str, tuple[dict[str, Any], str]] = {
+    "nested": (nested(900), "an act has at most 8 levels of objects and lists; this one has more"),
+    "nested lists": ({"lr": [[[[[[[1]]]]]]]}, "an act has at most 8 levels of objects and lists; this one has more"),
+    "half of a character": ({"text": "\ud800"}, "the texts of an act must be Unicode; one has half of a surrogate pair"),
+}
+
+
+@pytest.mark.parametrize("case", UNCLEAR)
+def test_an_act_that_cannot_be_shown_is_refused_and_the_run_goes_on(case: str, tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    arguments, why = UNCLEAR[case]
+    answers: list[dict[str, Any]] = []
+
+    @on(Callback.on_step_end, at=2)
+    def attack(run: Run) -> None:
+        answers.append(tell(directory, "set", arguments, wait_s=0))
+        act = new_act(run.info.id, "set", arguments)
+        content = file_of(act, (directory / "steering" / "key").read_bytes())
+        (directory / "steering" / "acts" / f"{act.id}.json").write_bytes(content)
+
+    wait = on(Callback.on_step_end)(lambda run: run.stop("it is refused") if "not steered" in whats(run) else time.sleep(0.005))
+    run = tiny_run(directory=directory, epochs=2000, callbacks=[Steering(), attack, wait])
+    assert (answers[0]["state"], answers[0]["why"]) == ("refused", why)
+    assert json.dumps(answers[0], ensure_ascii=False).encode()
+    assert run.outcome is not None
+    assert run.outcome.reason == "it is refused"
+    assert run.why("not steered").endswith(f"is not an act of this run: {why}")
+
+
+def whats(run: Run) -> list[str]:
+    return [decision.what for decision in run.decisions]
+
+
 def test_a_log_that_was_damaged_does_not_keep_a_run_from_its_start(tmp_path: Path) -> None:
     (tmp_path / "steering").mkdir()
     rows = [b"\xff\xfe", b"{}", b'{"id": 1}', b'{"id": "a", "verb": "stop", "step": "x"}', b'{"id": "b", "st']
@@ -292,6 +336,7 @@ def test_rows_of_other_runs_of_other_types_and_of_acts_after_the_end_are_not_rep
         {"step": "1"},
         {"epoch": None},
         {"arguments": 1},
+        {"arguments": nested(900)},
         {"author": {}},
         {"step": 1.5},
     ]

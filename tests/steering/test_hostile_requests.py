@@ -20,6 +20,7 @@ from tests.steering.parts import STEERED, training, until_steps
 from tests.steering.serving import Served, serving
 
 STOP = {"verb": "stop", "arguments": {}, "reason": ""}
+NESTED = b'{"a":' * 900 + b"1" + b"}" * 900
 
 
 @pytest.fixture(scope="module")
@@ -135,6 +136,11 @@ ACTS: dict[str, tuple[Any, dict[str, str | None], int]] = {
     "the token in a cookie": (STOP, {"Authorization": None, "Cookie": "token=TOKEN"}, 403),
     "no origin": (STOP, {"Origin": None}, 403),
     "another origin": (STOP, {"Origin": "https://evil.example"}, 403),
+    "half of a character": ({"verb": "note", "arguments": {"text": "\ud800"}}, {}, 400),
+    "half of a character as bytes": (b'{"verb": "note", "arguments": {"text": "\xed\xa0\x80"}}', {}, 400),
+    "half of a character as a name": ({"verb": "set", "arguments": {"\ud800": 1}}, {}, 400),
+    "half of a character in the reason": ({"verb": "save", "reason": "\udfff"}, {}, 400),
+    "nested": (b'{"verb": "set", "arguments": ' + NESTED + b"}", {}, 400),
     "a site with our address as its beginning": (STOP, {"Origin": "http://127.0.0.1:PORT.evil.example"}, 403),
     "the origin of a sandbox": (STOP, {"Origin": "null"}, 403),
     "another host": (STOP, {"Host": "evil.example", "Origin": "http://evil.example"}, 421),

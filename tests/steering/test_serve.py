@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 import shutil
 import signal
+import socket
+from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
 
@@ -126,8 +128,28 @@ def test_the_server_ends_at_ctrl_c_while_a_page_is_open(tmp_path: Path) -> None:
         states = served.states()
         assert next(states)["runs"][0]["state"] == "finished"
         served.process.send_signal(signal.SIGINT)
-        until(lambda: served.process.poll() is not None)
+        assert served.process.communicate() == ("", "cadenza: interrupted\n")
         assert served.process.returncode == 130
+        assert [*states] == []  # the stream is closed in full
+
+
+def test_connections_that_send_no_request_do_not_keep_out_the_page(tmp_path: Path) -> None:
+    from cadenza.steering.server import STREAMS
+
+    tiny_run(directory=tmp_path / "run", callbacks=[LogTraining("1 step")])
+    with serving(tmp_path / "run") as served, ExitStack() as opened:
+        states = served.states()
+        next(states)
+        halves = [b"", b"GET / HTTP/1.1\r\n", b"GET /?token=x HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\nGET"]
+        for number in range(4 * STREAMS):
+            idle = opened.enter_context(socket.create_connection(("127.0.0.1", served.port)))
+            idle.sendall(halves[number % len(halves)])
+        assert served.get()[0] == 503
+        until(lambda: served.get()[0] == 200)
+        decision = (tmp_path / "run" / "decisions.jsonl").open("a")
+        opened.enter_context(decision).write("\n")
+        decision.flush()
+        assert next(states)["runs"][0]["state"] == "finished"  # the open page is still followed
 
 
 def test_no_more_pages_than_the_limit_stay_open(tmp_path: Path) -> None:

@@ -26,6 +26,8 @@ FIELDS = ("id", "run", "verb", "arguments", "author", "time", "reason")
 VERBS = ("stop", "pause", "resume", "save", "evaluate", "set", "note", "attach")
 LARGEST = 16_384
 """The most bytes of an act."""
+DEEPEST = 8
+"""The most levels of objects and lists in an act. The act itself is the first."""
 _NAME = re.compile(r"\d{20}-[0-9a-f]{16}\.json")
 
 
@@ -85,6 +87,7 @@ def act_in(content: bytes, key: bytes) -> Act:
         raise ValueError("it is no JSON") from None
     if not isinstance(found, dict) or found.keys() != {*FIELDS, "signature"}:
         raise ValueError(f"it must be an object with {', '.join(FIELDS)} and signature")
+    check_content(found)
     signature = found.pop("signature")
     if not isinstance(signature, str) or not hmac.compare_digest(signature.encode(), _signature(found, key).encode()):
         raise ValueError("its signature is not that of the key of this run")
@@ -93,6 +96,29 @@ def act_in(content: bytes, key: bytes) -> Act:
     if not all(isinstance(text, str) for text in texts) or not isinstance(act.arguments, dict):
         raise ValueError("its fields have other types than those of an act")
     return act
+
+
+def check_content(act: Mapping[str, Any]) -> None:
+    """Check the plain data of an act, before it has any effect.
+
+    Raises:
+        ValueError: It is nested too deeply to be shown, or a text has half of a surrogate pair, which UTF-8 cannot write.
+    """
+    level: list[Any] = [act]
+    for _ in range(DEEPEST):
+        level = [part for whole in level for part in _parts(whole)]
+    if level:
+        raise ValueError(f"an act has at most {DEEPEST} levels of objects and lists; this one has more")
+    try:
+        json.dumps(act, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise ValueError("the texts of an act must be Unicode; one has half of a surrogate pair") from None
+
+
+def _parts(whole: Mapping[str, Any] | list[Any] | tuple[Any, ...]) -> list[Any]:
+    """Return the objects and lists in an object or a list."""
+    parts = whole.values() if isinstance(whole, Mapping) else whole
+    return [part for part in parts if isinstance(part, Mapping | list | tuple)]
 
 
 def is_name(name: str) -> bool:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from cadenza.steering.acts import FOLDER, KEY, LARGEST, LISTENING, VERBS, WAITING, Act, file_of, log_of, new_act
+from cadenza.steering.acts import FOLDER, KEY, LARGEST, LISTENING, VERBS, WAITING, Act, check_content, file_of, log_of, new_act
 from cadenza.steering.facts import Facts
 from cadenza.steering.run_reader import SCHEMA
 from cadenza.steering.tail import opened
@@ -48,6 +48,11 @@ def tell(
         time.sleep(_LOOK_S)
         facts.read()
     act = new_act(str(facts.info.get("id", "")), verb, arguments or {}, reason, author)
+    try:
+        check_content(act.plain())
+    except ValueError as error:
+        unclear = act._replace(arguments={}, author="", reason="")  # the answer must be readable
+        return _answer(path, unclear, {"state": "refused", "why": str(error)})
     try:
         _send(path, act, _checked(facts, act))
     except _RefusedError as error:

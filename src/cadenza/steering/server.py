@@ -14,6 +14,7 @@ import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping
+from contextlib import suppress
 from hashlib import sha256
 from importlib import resources
 from pathlib import Path
@@ -25,7 +26,7 @@ from cadenza.report import Live, Story, name_distinctly, page, story_at
 from cadenza.report.commands.directories import NamedRuns
 from cadenza.status.formats import amount, clock, counted, in_json, precise
 from cadenza.status.markup import Html, element
-from cadenza.steering.acts import LARGEST, VERBS
+from cadenza.steering.acts import LARGEST, VERBS, check_content
 from cadenza.steering.condition import FAULTS
 from cadenza.steering.run_reader import RunReader, sentence
 from cadenza.steering.sending import tell
@@ -42,6 +43,8 @@ STREAMS = 16
 _AGAIN_S = 5.0
 _ALIVE_S = 15.0
 _WAIT_S = 5.0
+_HEAD_S = 5.0
+"""How long a connection may stay without a request."""
 _FILES = ("run.json", "metrics.jsonl", "decisions.jsonl")
 _VALUES = 8
 _HOST = re.compile(r"(?:127\.0\.0\.1|localhost|\[::1\])(?::\d{1,5})?")
@@ -82,6 +85,11 @@ class Site:
         self._states: dict[str, tuple[float, str, dict[str, Any]]] = {}
         self._pages: dict[tuple[str, ...], tuple[str, str]] = {}
         self._streams = 0
+        self._ending = asyncio.Event()
+
+    def end(self) -> None:
+        """End the streams of open pages. The thread of the server must call this."""
+        self._ending.set()
 
     def app(self) -> Starlette:
         """Return the application."""
@@ -159,7 +167,7 @@ class Site:
         try:
             before = ""
             told = time.monotonic()
-            while True:
+            while not self._ending.is_set():
                 paths = await asyncio.to_thread(self._chosen, request)
                 if paths is None:
                     return
@@ -171,7 +179,8 @@ class Site:
                 elif time.monotonic() - told > _ALIVE_S:
                     told = time.monotonic()
                     yield ":\n\n"
-                await asyncio.sleep(self._every_s)
+                with suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(self._ending.wait(), self._every_s)
         finally:
             self._streams -= 1
 
@@ -220,6 +229,29 @@ class Site:
 def run(site: Site, listening: socket.socket) -> None:
     """Serve a site on a socket until a signal ends it. Requests are not logged: their addresses hold the token."""
     import uvicorn
+    from uvicorn.protocols.http.h11_impl import H11Protocol
+
+    class Connection(H11Protocol):
+        """A connection that is closed while it has no request: idle ones of other users would keep out the page."""
+
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            super().connection_made(transport)
+            self.loop.call_later(_HEAD_S, self._look, None)
+
+        def _look(self, before: object) -> None:
+            """Close the connection if it had no request since the look before, else look again later."""
+            is_busy = self.cycle is not None and not self.cycle.response_complete
+            if self.transport.is_closing():
+                return
+            if not is_busy and self.cycle is before:
+                self.transport.close()
+                return
+            self.loop.call_later(_HEAD_S, self._look, object() if is_busy else self.cycle)
+
+    class Server(uvicorn.Server):
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            site.end()
+            await super().shutdown(sockets)
 
     config = uvicorn.Config(
         site.app(),
@@ -228,12 +260,12 @@ def run(site: Site, listening: socket.socket) -> None:
         proxy_headers=False,
         server_header=False,
         limit_concurrency=4 * STREAMS,
-        timeout_graceful_shutdown=1,
+        timeout_graceful_shutdown=int(_WAIT_S) + 1,  # an act that is sent gets its answer
         lifespan="off",
-        http="h11",  # it limits the size of a head
+        http=Connection,  # h11 limits the size of a head
         ws="none",
     )
-    uvicorn.Server(config).run(sockets=[listening])
+    Server(config).run(sockets=[listening])
 
 
 class Guard:
@@ -301,6 +333,7 @@ def _act_in(body: bytes) -> tuple[str, dict[str, Any], str]:
         raise ValueError(f"the verb must be one of {', '.join(ALLOWED)}")
     if not isinstance(arguments, dict) or not isinstance(reason, str):
         raise ValueError("arguments must be an object, and reason a text")
+    check_content(act)
     return str(verb), arguments, reason
 
 

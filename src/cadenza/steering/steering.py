@@ -17,7 +17,7 @@ from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
 from cadenza.hooks.schedule import Every
 from cadenza.status.decisions import decide
-from cadenza.steering.acts import FIELDS, VERBS, Act, log_of
+from cadenza.steering.acts import FIELDS, VERBS, Act, check_content, log_of
 from cadenza.steering.inbox import Inbox
 from cadenza.steering.verbs import Changes, RefusedError, carry_out
 
@@ -277,6 +277,10 @@ def _is_taken(row: Mapping[str, Any]) -> bool:
     texts = (row.get(name) for name in ("run", "verb", "author", "reason"))
     counters = (row.get(name) for name in ("step", "epoch"))
     right = all(isinstance(text, str) for text in texts) and all(type(counter) is int for counter in counters)
+    try:
+        check_content(row)
+    except ValueError:
+        return False
     return right and row["verb"] in VERBS and isinstance(row.get("arguments"), dict) and "time" in row
 
 

@@ -114,10 +114,11 @@ class Alert(Callback):
         self._is_silent = self._seen = self._advised = False
 
     def state_dict(self) -> dict[str, Any]:
-        return self.rule.state_dict()
+        return {**self.rule.state_dict(), "held": self._held}
 
     def load_state_dict(self, state: Mapping[str, Any], /) -> None:
         self.rule.load_state_dict(state)
+        self._held = state.get("held", 0)
 
     def on_setup(self, run: Run) -> None:
         self._forget()
@@ -152,7 +153,8 @@ class Alert(Callback):
     def _send(self, run: Run, sender: AlertSender, message: AlertMessage) -> None:
         self._decide(run, message)
         key = (message.alert, message.step, message.text)
-        if key in self._sent:  # written before the resume
+        if key in self._sent:  # written before the resume, with the number of those held back until then
+            self._held = 0
             return
         self._sent.add(key)
         self._pass_on(message, sender, run.print if message.level == "info" else run.warn)

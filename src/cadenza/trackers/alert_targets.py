@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -19,6 +20,7 @@ from functools import partial
 from threading import Condition, Event, Thread
 from time import monotonic
 from typing import Any, Literal
+from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
 from urllib.request import HTTPRedirectHandler, Request, build_opener
 
@@ -87,8 +89,12 @@ class Target(ABC):
         """Send an alert.
 
         Raises:
-            Exception: It could not be sent. The run continues.
+            Exception: It could not be sent. The run continues, and reports the kind of the error without its text.
         """
+
+
+class _UnsentError(Exception):
+    """An alert could not be sent. The text holds no secret of the target, so the run reports it."""
 
 
 class Console(Target):
@@ -155,24 +161,28 @@ class Ntfy(Target):
     Who knows the topic reads the alerts, so only the host is shown.
 
     Args:
-        url: The address of the topic, such as ``"https://ntfy.sh/a-topic-that-nobody-guesses"``.
+        url: The address of the topic, such as ``"https://ntfy.sh/a-topic-that-nobody-guesses"``, without a user in it.
         token: An access token of the server; None takes the variable ``CADENZA_NTFY_TOKEN``, if there is one.
 
     Raises:
-        ValueError: `url` is not the address of a topic.
+        ValueError: `url` is not the address of a topic, or `token` is not ASCII without spaces.
     """
 
     def __init__(self, url: str, *, token: str | None = None) -> None:
         if not _is_url(url) or not urlsplit(url).path.strip("/"):
             raise ValueError('url must be the address of a topic, such as "https://ntfy.sh/my-topic"; got another text')
         self.url: str = url
-        self._token = token
+        self._token = None if token is None else token.strip()
+        if self._token and not _is_token(self._token):
+            raise ValueError("token must be ASCII without spaces; got another text")
 
     def __repr__(self) -> str:
         return f"the topic of {urlsplit(self.url).hostname}"
 
     def send(self, message: AlertMessage) -> None:
-        token = self._token or os.environ.get("CADENZA_NTFY_TOKEN")
+        token = self._token or os.environ.get("CADENZA_NTFY_TOKEN", "").strip()
+        if token and not _is_token(token):
+            raise _UnsentError("CADENZA_NTFY_TOKEN must be ASCII without spaces")
         priority = {"info": "3", "warning": "4", "error": "5"}[message.level]
         headers = {"Title": Header(title_of(message), "utf-8").encode(maxlinelen=0), "Priority": priority}
         headers |= {"Authorization": f"Bearer {token}"} if token else {}
@@ -207,11 +217,11 @@ class Email(Target):
         wrong = [address for address in [*self.to, *filter(None, [sender])] if not re.fullmatch(r"[^@\s,]+@[^@\s,]+", address)]
         if wrong or not self.to:
             raise ValueError(f'to and sender must be addresses such as "me@example.org"; got {wrong or self.to}')
-        parts = urlsplit(server)
-        if parts.scheme not in ("smtp", "smtps") or not parts.hostname or parts.username or parts.password:
+        if not _is_address(server, "smtp", "smtps"):
             raise ValueError('server must be "smtp://host:port" or "smtps://host:port", and the user another argument')
+        parts = urlsplit(server)
         self._secure = parts.scheme == "smtps"
-        self._host = parts.hostname
+        self._host = parts.hostname or ""
         self._port = parts.port or (465 if self._secure else 587)
         self.sender: str = sender or self.to[0]
         self._user = user
@@ -242,19 +252,17 @@ class Email(Target):
 
 
 def _run(command: Sequence[str], given: str = "", environment: Mapping[str, str] | None = None) -> None:
-    done = subprocess.run(
-        command,
-        input=given,
-        env=environment,
-        capture_output=True,
-        text=True,
-        errors="replace",
-        timeout=_TIMEOUT_S,
-        check=False,
-    )
+    """Run a program until it ends. Its output has no pipe, which a child in the background would keep open."""
+    text = given.encode(errors="replace")
+    silent = subprocess.DEVNULL
+    try:
+        done = subprocess.run(
+            command, input=text, env=environment, stdout=silent, stderr=silent, timeout=_TIMEOUT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise _UnsentError(f"it did not end within {_TIMEOUT_S:g} s") from None
     if done.returncode:
-        lines = done.stderr.strip().splitlines() or ["no message"]
-        raise RuntimeError(f"it ended with exit code {done.returncode}: {lines[-1]}")
+        raise _UnsentError(f"it ended with exit code {done.returncode}")
 
 
 def _post(url: str, body: bytes, headers: Mapping[str, str]) -> None:
@@ -270,11 +278,20 @@ class _NoRedirection(HTTPRedirectHandler):
 
 
 def _is_url(text: str) -> bool:
-    """Return whether a text is an address that can be requested."""
-    parts = urlsplit(text)
-    return (
-        parts.scheme in ("http", "https") and bool(parts.hostname) and text.isascii() and not re.search(r"[\s\x00-\x1f]", text)
-    )
+    """Return whether a text is an address that can be requested. A user in it is refused: errors would quote its password."""
+    return _is_address(text, "http", "https") and text.isascii() and not re.search(r"[\s\x00-\x1f\x7f]", text)
+
+
+def _is_address(text: str, *schemes: str) -> bool:
+    try:
+        parts = urlsplit(text)
+        return parts.scheme in schemes and bool(parts.hostname) and "@" not in parts.netloc and parts.port != 0
+    except ValueError:  # of a port or a host that cannot be read, which the error quotes
+        return False
+
+
+def _is_token(text: str) -> bool:
+    return re.fullmatch(r"[!-~]+", text) is not None
 
 
 class Called(Target):
@@ -318,7 +335,9 @@ def _target(target: object) -> Target:
     if isinstance(target, str) and _is_url(target):
         return Webhook(target)
     if isinstance(target, str) and "://" in target:  # it may hold a secret
-        raise TypeError("a URL must begin with https:// or http://, have a host, and be ASCII without spaces; got another one")
+        raise TypeError(
+            "a URL must begin with https:// or http://, have a host and no user, and be ASCII without spaces; got another one"
+        )
     command = target if isinstance(target, Sequence) and not isinstance(target, str) else ()
     if command and all(isinstance(part, str) for part in command):
         return Command(command)
@@ -327,8 +346,13 @@ def _target(target: object) -> Target:
     raise TypeError(
         'a target must be "console", "desktop", "mailto:me@example.org", a URL that begins with "https://", Email(...) or '
         "Ntfy(...) of cadenza.trackers, a command as a list of arguments inside of the list, such as "
-        f'to=["console", ["mail", "-s", "alert", "me"]], or a function of an AlertMessage; got {target!r}'
+        f'to=["console", ["mail", "-s", "alert", "me"]], or a function of an AlertMessage; got {_kind(target)}'
     )
+
+
+def _kind(target: object) -> str:
+    """Return a word, or the type of anything else: it may hold a secret."""
+    return repr(target) if isinstance(target, str) and re.fullmatch(r"[a-z]{1,12}", target) else f"a {type(target).__name__}"
 
 
 class AlertSender:
@@ -409,4 +433,15 @@ class AlertSender:
 
 
 def _reason(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
+    """Return the kind of an error, without its text: that may quote a URL, an argument or a token."""
+    if isinstance(error, _UnsentError):
+        return str(error)
+    if isinstance(error, HTTPError):
+        return f"HTTP Error {error.code}"
+    if isinstance(error, URLError) and isinstance(error.reason, Exception):
+        error = error.reason
+    codes = (getattr(error, "smtp_code", None), errno.errorcode.get(getattr(error, "errno", None) or 0))
+    if isinstance(error, ssl.SSLError):
+        codes = (error.reason, None)
+    code = next((f" ({code})" for code in codes if code), "")
+    return f"{type(error).__name__}{code}"

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from cadenza.status.progress import Counters
 
 GOES_ON = ("starting", "running", "paused", "elsewhere")
 """The states of a run that is not over."""
+_QUIET_S, _LONGEST_QUIET_S = 10.0, 600.0  # without growth, a run of another machine is followed so long: by its pace
 _WINDOW_S = 60.0  # of the newest records: the throughput is their mean
 
 
@@ -54,6 +56,7 @@ class Following:
         self._records = NewRecords(path / "metrics.jsonl")
         self._recent: deque[tuple[float, Counters]] = deque()
         self._sizes: dict[str, tuple[int, int]] = {}
+        self._grew_s = time.monotonic()
 
     def update(self, most: int | None = None) -> Sequence[Record]:
         """Read the new rows, and return the new records: at most the `most` newest ones."""
@@ -66,9 +69,12 @@ class Following:
         for record in self._records.read():
             new.append(record)
             self._add(record)
-        if self._changed("decisions.jsonl"):
+        decided = self._changed("decisions.jsonl")
+        if decided:
             story.decisions = list(read_decisions(self.path / "decisions.jsonl"))
         self.checkpoints = _checkpoints(self.path / "checkpoints")
+        if new or decided:
+            self._grew_s = time.monotonic()
         self.state = self._state(held)
         if not held:
             story.reached = final_counters(story.info) or story.reached
@@ -78,6 +84,14 @@ class Following:
     def is_over(self) -> bool:
         """Whether the run has ended or was killed."""
         return self.state not in GOES_ON
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether a run of another machine, or its copy, has stopped growing: for three times its longest recent interval."""
+        times = [instant for instant, _ in self._recent]
+        longest_s = max((after - before for before, after in pairwise(times)), default=0.0)
+        quiet_s = min(max(3 * longest_s, _QUIET_S), _LONGEST_QUIET_S)
+        return self.state == "elsewhere" and time.monotonic() - self._grew_s > quiet_s
 
     @property
     def ending(self) -> str:
@@ -216,8 +230,8 @@ class FollowedRuns:
 
     @property
     def is_over(self) -> bool:
-        """Whether no run goes on."""
-        return all(run.is_over for run in self._runs.values())
+        """Whether no run goes on. Whether one of another machine does is visible by its growth alone."""
+        return all(run.is_over or run.is_quiet for run in self._runs.values())
 
 
 def _checkpoints(folder: Path) -> list[str]:
