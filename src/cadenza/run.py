@@ -199,8 +199,9 @@ class Run:
         if not session.savers:
             raise RuntimeError("run.save(...) needs a callback that writes checkpoints. Add Checkpoint(...) to callbacks.")
         session.sync.requests.ask_save(reason)
-        # A save that fails is no fault of the callback that requests it.
-        session.acts.next.append(Closer(None, partial(session.sync.save, session.savers)))
+        if not session.sync.several:  # multiple ranks exchange the request first, so that all save in the same order
+            # A save that fails is no fault of the callback that requests it.
+            session.acts.next.append(Closer(None, partial(session.sync.save, session.savers)))
 
     def block_saves(self, reason: str = "") -> AbstractContextManager[None]:
         """Return a context in which no checkpoint is written: its state would be incomplete. A save waits until it is left.

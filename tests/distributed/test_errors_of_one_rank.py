@@ -24,7 +24,7 @@ WAITS_S = 60.0
 ddp, fsdp = partial(DdpDriver, "cpu", timeout_s=WAITS_S), partial(FsdpDriver, "cpu", timeout_s=WAITS_S)
 
 MOMENTS = (
-    "on_setup on_sanity_start on_sanity_end on_fit_start on_eval_start on_eval_end on_epoch_end on_fit_end at_end after_step"
+    "on_setup on_sanity_start on_sanity_end on_fit_start on_eval_start on_eval_end on_epoch_end on_fit_end at_end after_step on_save"
 )
 
 
@@ -66,6 +66,17 @@ def test_an_error_in_a_hook_of_one_rank_reaches_the_other(
         evaluate = Evaluate(made_loader(16), sanity_batches=1)
         callbacks = [evaluate, Checkpoint("2 steps"), raising(moment, which)]
         return problem_of(trainer(callbacks=callbacks, driver=make(), max_steps=4, directory=tmp_path).fit)
+
+    check(launch(work), which)
+
+
+@pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_error_before_a_save_of_all_ranks_ends_a_rank_that_waits_in_it(strict: bool, which: int, tmp_path: Path) -> None:
+    def work() -> tuple[str, float]:
+        writes = Checkpoint("2 steps", background=False, strict=strict)
+        callbacks = [writes, raising("on_save", which)]
+        return problem_of(trainer(callbacks=callbacks, driver=ddp(), max_steps=4, directory=tmp_path).fit)
 
     check(launch(work), which)
 

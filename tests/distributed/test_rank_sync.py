@@ -121,6 +121,50 @@ def test_saves_that_ranks_ask_for_at_different_steps_are_all_done(tmp_path: Path
     assert weights == same
 
 
+WITH_OTHERS: dict[str, tuple[Listens, int, str, list[Callable[[], Callback]]]] = {
+    # when a rank asks, the steps that are complete then, the schedule of checkpoints, and other callbacks
+    "a step after a checkpoint, at the end of an epoch": (on(Callback.on_step_end), 6, "5 steps", []),
+    "a step after a checkpoint, with a record": (on(Callback.on_step_end), 3, "2 steps", [partial(LogTraining, "1 step")]),
+}
+
+
+@pytest.mark.parametrize("asking", [0, 1])
+@pytest.mark.parametrize("name", WITH_OTHERS)
+def test_a_save_of_one_rank_follows_what_all_ranks_do_at_a_step_boundary(name: str, asking: int, tmp_path: Path) -> None:
+    """At the boundary after a save, all ranks compare their weights: a request of one rank must not come before it there."""
+    listens, at, every, others = WITH_OTHERS[name]
+
+    def saving() -> list[int]:
+        @listens
+        def ask(run: Run, *_: Any) -> None:
+            if rank() == asking and run.progress.step == at:
+                run.save("asked")
+
+        callbacks = [Checkpoint(every, background=False), ask, *(make() for make in others)]
+        run = trainer(loader(48), max_steps=8, callbacks=callbacks, driver=ddp(), directory=tmp_path).fit()
+        return [decision.data["step"] for decision in run.decisions if decision.what == "saved"]
+
+    saved, _ = on_ranks(saving)
+    assert at in saved or at + 1 in saved  # at this boundary, or at the next if the other rank did not expect a request
+
+
+@pytest.mark.parametrize("asking", [0, 1])
+@pytest.mark.parametrize("hook", ["on_batch_end", "on_step_end", "on_epoch_start", "on_epoch_end", "on_fit_end"])
+def test_a_rank_may_ask_for_a_save_each_time_that_a_hook_is_called(hook: str, asking: int, tmp_path: Path) -> None:
+    def saving() -> tuple[str, int]:
+        @on(getattr(Callback, hook))
+        def ask(run: Run, *_: Any) -> None:
+            if rank() == asking:
+                run.save("asked")
+
+        callbacks = [Checkpoint("7 steps"), ask]
+        run = trainer(loader(48), max_epochs=2, callbacks=callbacks, driver=ddp(), directory=tmp_path).fit()
+        assert run.outcome is not None
+        return run.outcome.kind, run.progress.step
+
+    assert on_ranks(saving) == [("finished", 12)] * 2
+
+
 def test_a_stop_that_all_ranks_ask_for_is_taken_at_once() -> None:
     def stopping() -> tuple[int, str, int]:
         @on(Callback.on_step_end)

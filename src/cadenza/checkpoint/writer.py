@@ -170,6 +170,8 @@ class CheckpointWriter:
             return
         with self.session.progress.aside(), self.session.hooks.timed("saving"):
             self.attempts.stop()
+            if self._together and self.session.sync.broken:
+                self.attempts.meeting.leave()  # others may wait for the part of this rank in a save that it did not begin
             if self.attempts.failed is not None and (self.session.sync.together or not self.attempts.failed.together):
                 self.attempts.finish()
             self.take_results()

@@ -43,7 +43,11 @@ class Meeting(NamedTuple):
     """Returns the values of all ranks on the main process, and an empty list elsewhere. Every rank must call it."""
     broadcast: Callable[[Any], Any]
     """Returns the value of the main process. Every rank must call it."""
+    leave: Callable[[], object] = lambda: None
+    """Ends the exchanges, after an error on this rank: other ranks that wait for a value of it get an error at once."""
 
+
+LEFT = "its run failed, which closed the connection"  # by this term, the error that follows is one of lost contact
 
 ALONE = Meeting(0, 1, lambda value: [value], lambda value: value)
 
@@ -66,11 +70,18 @@ def over_store(store: Any, name: str, rank: int, ranks: int) -> Meeting:
         try:
             return exchange(f"{name}/{number}", value)
         except Exception as error:
-            failures.append(error)
-            for later in (number + 1, number + 2):  # in one of them the others wait for this rank
-                with suppress(RuntimeError, ValueError):  # torch's errors of a store
-                    put(f"{name}/{later}", str(error), None)
+            end(error, number + 1)
             raise
+
+    def end(error: Exception, number: int) -> None:
+        failures.append(error)
+        for later in (number, number + 1):  # in one of them the others wait for this rank
+            with suppress(RuntimeError, ValueError):  # torch's errors of a store
+                put(f"{name}/{later}", str(error), None)
+
+    def leave() -> None:
+        if not failures:
+            end(RuntimeError(LEFT), next(numbers))
 
     def put(key: str, problem: str, value: Any) -> None:
         store.set(f"{key}/{rank}", pickle.dumps((problem, value)))
@@ -99,7 +110,7 @@ def over_store(store: Any, name: str, rank: int, ranks: int) -> Meeting:
         read.append(f"{key}/0")
         return value
 
-    return Meeting(rank, ranks, partial(call, gather), partial(call, broadcast))
+    return Meeting(rank, ranks, partial(call, gather), partial(call, broadcast), leave)
 
 
 def decided(meeting: Meeting, act: Callable[[], T], decide: Callable[[list[T]], R], failed: Failed) -> R:

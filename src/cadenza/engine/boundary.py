@@ -42,7 +42,7 @@ def reach(session: Session, *, closing: bool = False, after_step: bool = False) 
         session.metrics.deliver(session.run, session.progress.now(), wait=closing)
     session.cursor.at_boundary |= not closing
     acts.next, acts.later = acts.next + acts.later, []
-    if session.sync.saves:  # that another rank requested, or this one before
+    if session.sync.saves:  # on all ranks after the acts that they share, such as the comparison of the weights
         acts.next.append(Closer(None, partial(session.sync.save, session.savers)))
     while acts.next:
         session.hooks.carry_out([acts.next.pop(0)], session.run, "after_step")

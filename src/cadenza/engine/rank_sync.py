@@ -468,6 +468,7 @@ class SharedSync(RankSync):
 
     def synchronize(self) -> None:
         if self.broken:
+            self.saves = self.requests.save  # of this rank alone
             return
         self._collect()
         self._complete(self._driver.reduce_later(self._own(speaks=True))().tolist())
@@ -487,7 +488,7 @@ class SharedSync(RankSync):
         if holds:
             self._buffer.reduce(self._driver, numbers)
         if saves:
-            reasons = dict.fromkeys(self._driver.gather(self.requests.save))
+            reasons = dict.fromkeys([self.saves, *self._driver.gather(self.requests.save)])
             self.saves, self.requests.save = "; ".join(filter(None, reasons)), ""
         self._settle(leave=bool(leave))
 
