@@ -72,11 +72,6 @@ CONTENTS: dict[str, Callable[[Folder], bytes]] = {
     "a list": lambda folder: b"[]",
     "a number": lambda folder: b"1e999",
     "deep": lambda folder: b"[" * 10_000,
-    "nested": lambda folder: file_of(folder.act(arguments=nested(900)), folder.key),
-    "nested outside of the arguments": lambda folder: changed(folder, reason=nested(900)),
-    "half of a character": lambda folder: file_of(folder.act(arguments={"text": "\ud800"}), folder.key),
-    "half of a character in a name": lambda folder: file_of(folder.act(arguments={"\ud800": "x"}), folder.key),
-    "half of a character in the reason": lambda folder: file_of(folder.act(reason="\ud800"), folder.key),
     "large": lambda folder: b" " * (LARGEST + 1),
     "huge and signed": lambda folder: file_of(folder.act(arguments={"text": "x" * LARGEST}), folder.key),
     "half": lambda folder: file_of(folder.act(), folder.key)[:-20],
@@ -106,6 +101,10 @@ SIGNED: dict[str, dict[str, Any]] = {
     "arguments that are text": {"arguments": "lr"},
     "an author that is an object": {"author": {}},
     "a reason that is null": {"reason": None},
+    "nested": {"arguments": nested(900)},
+    "half of a character": {"arguments": {"text": "\ud800"}},
+    "half of a character in a name": {"arguments": {"\ud800": "x"}},
+    "half of a character in the reason": {"reason": "\ud800"},
 }
 
 

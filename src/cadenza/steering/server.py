@@ -231,24 +231,21 @@ def run(site: Site, listening: socket.socket) -> None:
     import uvicorn
     from uvicorn.protocols.http.h11_impl import H11Protocol
 
-    class Connection(H11Protocol):
+    class Connection(H11Protocol):  # type: ignore[misc]  # mypy skips uvicorn
         """A connection that is closed while it has no request: idle ones of other users would keep out the page."""
 
-        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        def connection_made(self, transport: asyncio.Transport) -> None:
             super().connection_made(transport)
             self.loop.call_later(_HEAD_S, self._look, None)
 
         def _look(self, before: object) -> None:
-            """Close the connection if it had no request since the look before, else look again later."""
-            is_busy = self.cycle is not None and not self.cycle.response_complete
-            if self.transport.is_closing():
-                return
-            if not is_busy and self.cycle is before:
+            is_idle = self.cycle is None or self.cycle.response_complete
+            if is_idle and self.cycle is before:  # no request since the last look
                 self.transport.close()
-                return
-            self.loop.call_later(_HEAD_S, self._look, object() if is_busy else self.cycle)
+            elif not self.transport.is_closing():
+                self.loop.call_later(_HEAD_S, self._look, self.cycle if is_idle else self)
 
-    class Server(uvicorn.Server):
+    class Server(uvicorn.Server):  # type: ignore[misc]
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
             site.end()
             await super().shutdown(sockets)

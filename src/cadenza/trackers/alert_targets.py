@@ -351,7 +351,7 @@ def _target(target: object) -> Target:
 
 
 def _kind(target: object) -> str:
-    """Return a word, or the type of anything else: it may hold a secret."""
+    """Return a name, or the type of anything else: it may hold a secret."""
     return repr(target) if isinstance(target, str) and re.fullmatch(r"[a-z]{1,12}", target) else f"a {type(target).__name__}"
 
 
@@ -440,8 +440,6 @@ def _reason(error: Exception) -> str:
         return f"HTTP Error {error.code}"
     if isinstance(error, URLError) and isinstance(error.reason, Exception):
         error = error.reason
-    codes = (getattr(error, "smtp_code", None), errno.errorcode.get(getattr(error, "errno", None) or 0))
-    if isinstance(error, ssl.SSLError):
-        codes = (error.reason, None)
-    code = next((f" ({code})" for code in codes if code), "")
-    return f"{type(error).__name__}{code}"
+    number = getattr(error, "errno", None) or 0
+    code = error.reason if isinstance(error, ssl.SSLError) else getattr(error, "smtp_code", errno.errorcode.get(number))
+    return type(error).__name__ + (f" ({code})" if code else "")
