@@ -25,6 +25,7 @@ from cadenza.checkpoint.store.files import Facts, LocalFiles
 from cadenza.drivers import DdpDriver, first_error
 from cadenza.errors import DistributedError
 from cadenza.hooks.moments import Moment
+from cadenza.loading.evaluation import Evaluation
 from cadenza.report import page, story_at
 from cadenza.testing import launch, launcher
 from tests.checkpoint.store.contents import latest
@@ -115,6 +116,37 @@ def test_the_start_may_take_longer_than_a_step_in_each_run(tmp_path: Path) -> No
     for *kinds, told in launch(train):
         assert kinds == ["finished", "finished"]
         assert "rank 1 did not reach step 3 within 0.5 s" in told
+
+
+@pytest.mark.parametrize("act", ["evaluate", "predict"])
+@pytest.mark.parametrize("fits", [True, False])
+def test_the_start_of_an_evaluation_ends_with_its_first_batch(act: str, fits: bool, tmp_path: Path) -> None:
+    given_up = tmp_path / "given up"
+    driver = partial(DdpDriver, "cpu", timeout_s={"start": 60, "step": 0.5})
+
+    def work() -> str:
+        @on(Callback.on_eval_start)
+        def slow(run: Run, evaluation: Evaluation) -> None:
+            if rank() == 1:
+                time.sleep(1)  # longer than a step may take
+
+        @on(Callback.on_eval_batch_end)
+        def hang(run: Run, evaluation: Evaluation, *_: Any) -> None:
+            if rank() == 1 and evaluation.batch == 2:
+                until(given_up.exists)
+
+        one = trainer(callbacks=[slow, hang], driver=driver(), max_steps=3)
+        if fits:
+            one.fit()
+        try:
+            with pytest.raises(DistributedError) as caught:
+                getattr(one, act)(loader(32), compute=lambda model, batch: {"predictions": model(batch[0])})
+        finally:
+            given_up.touch()
+        return str(caught.value)
+
+    for told in launch(work):
+        assert "within 0.5 s" in told
 
 
 @pytest.mark.parametrize(

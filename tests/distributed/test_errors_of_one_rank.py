@@ -24,7 +24,8 @@ WAITS_S = 60.0
 ddp, fsdp = partial(DdpDriver, "cpu", timeout_s=WAITS_S), partial(FsdpDriver, "cpu", timeout_s=WAITS_S)
 
 MOMENTS = (
-    "on_setup on_sanity_start on_sanity_end on_fit_start on_eval_start on_eval_end on_epoch_end on_fit_end at_end after_step on_save"
+    "on_setup on_sanity_start on_sanity_end on_fit_start on_eval_start on_eval_end on_epoch_end on_fit_end on_save at_end "
+    "after_step"
 )
 
 

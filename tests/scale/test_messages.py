@@ -178,11 +178,15 @@ def test_a_rank_that_is_late_in_a_meeting_ends_it_on_all_ranks_and_no_one_waits_
 def test_a_rank_that_leaves_a_meeting_ends_the_wait_of_the_other(leaving: int) -> None:
     store, *both = meetings()
     store.set_timeout(timedelta(minutes=10))
-    both[leaving].leave()
     left, waits = both[leaving], both[1 - leaving]
+    left.leave()
+
+    def save() -> None:
+        waits.broadcast(None)
+        waits.gather_on_main(None)
+
     with pytest.raises(RuntimeError, match="the exchange failed on another rank: its run failed"):
-        for exchange in (waits.broadcast, waits.gather_on_main):  # as a save begins
-            exchange(None)
+        save()
     with pytest.raises(RuntimeError, match="an earlier exchange of the ranks failed: its run failed"):
         left.broadcast(None)
 

@@ -70,7 +70,8 @@ class Driver(ABC):
     """Whether `add_no_gradients` works, so that one rank alone can drop a batch."""
 
     after_start: Callable[[], object] | None = None
-    """To be called on every rank after the first step: from then on, ranks wait for each other as long as a step may take."""
+    """To be called on every rank after the first step of a fit, or the first batch of an evaluation without a fit: from then
+    on, ranks wait for each other as long as a step may take."""
 
     to_device: Callable[[Any], Any]
     """Returns a batch with every tensor in it on the device; raises `DataError` if something cannot be moved."""

@@ -157,7 +157,8 @@ class DdpDriver(GroupDriver):
         share_data: Split each loader over the ranks, unless it has a distributed sampler. False: the loaders return
             different shards on each rank, as streams must.
         timeout_s: Seconds to wait for the other ranks, at the start and in each exchange, before an error is raised. A mapping
-            sets other limits: ``{"start": 1800, "step": 120, "save": 3600}``. The start ends with the first step.
+            sets other limits: ``{"start": 1800, "step": 120, "save": 3600}``. The start ends with the first step of a
+            fit, or with the first batch of `Trainer.evaluate` and `Trainer.predict`.
 
     Raises:
         DistributedError: This process was started alone, or the other ranks cannot be reached.

@@ -377,5 +377,5 @@ def _is_lost_contact(error: BaseException) -> bool:
         return True
     message = str(error).lower()
     return isinstance(error, RuntimeError) and any(
-        part in message for part in ("gloo", "nccl", "connection", "peer", "timed out")
+        part in message for part in ("gloo", "nccl", "connection", "peer", "timed out", "pair closure")
     )

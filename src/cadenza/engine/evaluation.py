@@ -22,7 +22,7 @@ from cadenza.drivers.consensus import by_main_from_all
 from cadenza.engine.error_context import described, explained, whereabouts
 from cadenza.engine.monitor import check_reported, reports_nothing
 from cadenza.engine.objective import joined, on_host
-from cadenza.engine.session import Session
+from cadenza.engine.session import UNDER_WAY, Session
 from cadenza.engine.start_checks import main_only
 from cadenza.engine.step_state import EvaluationInterrupted
 from cadenza.engine.tally import Tally
@@ -76,6 +76,8 @@ def batches_of(session: Session, evaluation: Evaluation) -> Iterator[tuple[Any, 
         first.meet(communicates=False)
     finally:
         evaluation.first_batch = None
+    if driver.after_start is not None and session not in UNDER_WAY:  # in a fit, the start ends with its first step
+        driver.after_start()
     if first.communicates:
         batch = batch if own else driver.to_device(first.batch)
         yield from () if own else [(batch, False)]
