@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from cadenza.drivers.sharding import local
 from cadenza.engine import weight_update
+from cadenza.engine.compiled_step import CompiledStep
 from cadenza.engine.session import Loops, Session
 from cadenza.engine.start_checks import check_computes_batch, warn_of_new_doubts
 from cadenza.errors import LossError
@@ -434,8 +435,11 @@ class OwnCalls:
         If no optimizer had any, the first update is enough. Called between steps.
         """
         session, progress = self._session, self._session.progress
+        compiled = session.compute if isinstance(session.compute, CompiledStep) else None  # which calls no hooks
         known = self._trained.union(session.step.left_out)  # left out, as its gradients are not finite
         for optimizer in [*self._waiting]:
+            if compiled is not None and compiled.has_updated(optimizer):
+                known.add(optimizer)
             if optimizer in known or not any(parameter.requires_grad for parameter in parameters_of([optimizer])):
                 self._waiting.pop(optimizer).remove()
         outcome, updates = session.outcome, session.step.updates
