@@ -203,9 +203,7 @@ class CompiledStep(BackwardPass):
         session = self._session
         if session.step.counted or session.hooks.scene.listener is not None or not torch.is_grad_enabled():
             return self.plain(model, batch)
-        self._loss = None
-        self._gradients = []
-        self._is_updated = False
+        self._loss, self._gradients, self._is_updated = None, [], False
         if session.progress.step == 0 or self._is_split():
             return self.plain(model, batch)
         if (why := self._why_not(batch)) is not None:
@@ -293,10 +291,10 @@ class CompiledStep(BackwardPass):
         for (parameter, _), gradient in zip(pairs, scaled, strict=True):
             parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
 
-    def has_updated(self, optimizer: Optimizer) -> bool:
-        """Return whether the last batch was compiled, and has updated parameters of an optimizer."""
+    def updated(self) -> list[Optimizer]:
+        """Return the optimizers that the compiled function has updated in the last batch."""
         used = set(map(id, _parameters_of(self._groups))) if self._is_updated else set()
-        return any(id(held) in used for held in parameters_of([optimizer]))
+        return [optimizer for optimizer in self._session.optimizers if not used.isdisjoint(map(id, parameters_of([optimizer])))]
 
     def step(self, optimizer: Optimizer) -> None:
         """Let an optimizer step, unless the compiled function has done it."""
@@ -353,9 +351,7 @@ class CompiledStep(BackwardPass):
 
     def _gather(self) -> bool:
         """Take the groups from the optimizers. Return whether each parameter that is used has its state."""
-        self._groups = []
-        self._seen = []
-        start = 0
+        self._groups, self._seen, start = [], [], 0
         self._flags = [held.requires_grad for held in parameters_of(self._session.optimizers)]
         of_groups: list[dict[str, Any]] = []
         for optimizer in self._session.optimizers:

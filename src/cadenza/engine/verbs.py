@@ -435,11 +435,9 @@ class OwnCalls:
         If no optimizer had any, the first update is enough. Called between steps.
         """
         session, progress = self._session, self._session.progress
-        compiled = session.compute if isinstance(session.compute, CompiledStep) else None  # which calls no hooks
-        known = self._trained.union(session.step.left_out)  # left out, as its gradients are not finite
+        compiled = session.compute.updated() if isinstance(session.compute, CompiledStep) else ()  # without the hooks
+        known = self._trained.union(compiled, session.step.left_out)  # left out, as its gradients are not finite
         for optimizer in [*self._waiting]:
-            if compiled is not None and compiled.has_updated(optimizer):
-                known.add(optimizer)
             if optimizer in known or not any(parameter.requires_grad for parameter in parameters_of([optimizer])):
                 self._waiting.pop(optimizer).remove()
         outcome, updates = session.outcome, session.step.updates

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from itertools import chain
 from types import CodeType
 from typing import Any
 
@@ -73,7 +72,7 @@ def step(optimizer: Optimizer) -> None:
 def is_bare(optimizer: Optimizer) -> bool:
     """Return whether nothing but ``step`` of its class, and Cadenza, would be called by ``optimizer.step()``."""
     own = optimizer.__dict__.get("step")
-    hooks = chain(optimizer._optimizer_step_pre_hooks.values(), optimizer._optimizer_step_post_hooks.values())
+    hooks = [*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()]
     return not (
         (own is not None and not _is_tracker(own, optimizer, getattr(type(optimizer), "step", None)))
         or any(type(hook) is not StepGuard and hook is not made_fit for hook in hooks)
