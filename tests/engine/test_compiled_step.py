@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,17 @@ import torch
 from torch import Tensor, nn
 
 from cadenza import Callback, Run, Trainer, on, supervised
-from cadenza.callbacks import Checkpoint, ClipGradients, Ema, Evaluate, LearningRate, LogTraining, StopOnNonFinite, Warmup
+from cadenza.callbacks import (
+    Checkpoint,
+    ClipGradients,
+    Ema,
+    Evaluate,
+    LearningRate,
+    LogTraining,
+    ScheduleValue,
+    StopOnNonFinite,
+    Warmup,
+)
 from cadenza.engine.compiled_step import CompiledStep
 from cadenza.engine.session import session_of
 from cadenza.testing import tiny_trainer
@@ -275,10 +286,132 @@ def test_settings_that_change_compile_again_and_a_rate_does_not(compiled: list[i
         if run.progress.step % 4 == 0:
             run.optimizers[0].param_groups[0]["weight_decay"] *= 2
 
-    runs = [trainer(steps=18, callbacks=[change], compile=compile).fit() for compile in (PLAIN, False)]
-    assert capsys.readouterr().out.count("is compiled now") == 3
-    assert compiled == list(range(2, 13))
+    runs = [trainer(steps=26, callbacks=[change], compile=compile).fit() for compile in (PLAIN, False)]
+    assert capsys.readouterr().out.count("is compiled now") == 5
+    assert compiled == list(range(2, 18))
     assert difference(*runs) <= 1e-6
+
+
+class Scaled(nn.Module):
+    """A network with a factor, and a count of its calls."""
+
+    def __init__(self, *, counts: bool = False) -> None:
+        super().__init__()
+        self.inner, self.factor, self.calls, self.counts = network(norm=True), 1.0, 0, counts
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.calls += self.counts
+        return self.inner(inputs) * self.factor  # type: ignore[no-any-return]
+
+
+@dataclass
+class Pair:
+    """A batch of a class."""
+
+    inputs: Tensor
+    targets: Tensor
+
+
+CHANGES: dict[str, Callable[[Run, Any], Any]] = {
+    "an attribute": lambda run, loss: setattr(run.model, "factor", 0.3),
+    "the mode of a layer": lambda run, loss: run.model.get_submodule("inner.1").eval(),
+    "a hook": lambda run, loss: run.model.get_submodule("inner.2").register_forward_hook(lambda layer, inputs, out: out * 3),
+    "a value of a closure": lambda run, loss: loss.update(factor=-0.5),
+    "an attribute of the loss": lambda run, loss: setattr(loss["module"], "label_smoothing", 0.5),
+    "a buffer of the loss": lambda run, loss: setattr(loss["module"], "weight", torch.tensor([5.0, 0.1, 0.1])),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_a_value_that_a_hook_changes_is_the_one_that_trains(what: str, compiled: list[int]) -> None:
+    def run(compile: Any) -> Run:
+        loss: dict[str, Any] = {"module": nn.CrossEntropyLoss(weight=torch.ones(3)), "factor": 1.0}
+        change = on(Callback.on_step_start)(lambda run: CHANGES[what](run, loss) if run.progress.step == 10 else None)
+
+        def compute_loss(model: nn.Module, batch: Pair) -> Tensor:
+            return loss["module"](model(batch.inputs), batch.targets) * loss["factor"]  # type: ignore[no-any-return]
+
+        loader = [Pair(*batch) for batch in batches(10)]
+        arguments: dict[str, Any] = {"compute_loss": compute_loss, "callbacks": [change], "compile": compile}
+        return trainer(Scaled(), lambda held: torch.optim.SGD(held, 0.05), loader, steps=20, **arguments).fit()
+
+    run_compiled, plain = run(PLAIN), run(False)
+    assert compiled == list(range(2, 21))
+    assert difference(run_compiled, plain) <= 1e-6
+
+
+@pytest.mark.parametrize("way", ["an attribute", "a count in forward", "the limit of torch"])
+def test_values_that_change_in_each_step_end_the_compilation_in_a_resumed_run_too(
+    way: str, tmp_path: Path, compiled: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    @on(Callback.on_step_start)
+    def anneal(run: Run) -> None:
+        if way != "a count in forward":
+            run.model.factor = 1.0 + run.progress.step // 3 / 10  # type: ignore[assignment]
+
+    def run(place: str, steps: int, compile: Any) -> Run:
+        given = {"directory": tmp_path / place, "callbacks": [anneal, Checkpoint(every="1 steps")], "compile": compile}
+        model = Scaled(counts=way == "a count in forward")
+        return trainer(model, lambda held: torch.optim.SGD(held, 0.01), steps=steps, **given).fit(resume="auto")
+
+    with torch._dynamo.config.patch(recompile_limit=2 if way == "the limit of torch" else 8):
+        whole, plain = run("whole", 20, PLAIN), run("plain", 20, False)
+        steps = list(compiled)
+        assert [record.getMessage().count("compile='step'") for record in caplog.records].count(1) == 1
+        assert steps == list(range(2, steps[-1] + 1))
+        assert steps[-1] < 18
+        assert difference(whole, plain) <= 1e-6
+        assert whole.model.calls == plain.model.calls
+        for cut in (6, 14) if way == "an attribute" else (16,):  # what torch counts begins again with each process
+            run(f"cut {cut}", cut, PLAIN)
+            compiled.clear()
+            resumed = run(f"cut {cut}", 20, PLAIN)
+            assert compiled == [step for step in steps if step > cut]
+            assert difference(resumed, whole) == 0
+
+
+def test_a_norm_on_a_schedule_compiles_once(compiled: list[int], capsys: Any) -> None:
+    def run(compile: Any) -> Run:
+        clip = ClipGradients(0.5)
+        schedule = ScheduleValue(clip, "max_norm", {0: 0.5, 30: 0.1})
+        return trainer(steps=12, callbacks=[clip, schedule], compile=compile).fit()
+
+    run_compiled, plain = run(PLAIN), run(False)
+    assert compiled == list(range(2, 13))
+    assert capsys.readouterr().out.count("is compiled now") == 1
+    assert difference(run_compiled, plain) <= 1e-6
+
+
+@pytest.mark.parametrize("is_used", [True, False], ids=["zero at first", "never"])
+def test_an_optimizer_without_a_gradient_is_reported_and_leaves_the_same_steps_compiled(
+    is_used: bool, tmp_path: Path, compiled: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    class Adapted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.down, self.up = network(dropout=0.3), nn.Linear(3, 2), nn.Linear(2, 3)
+            nn.init.zeros_(self.up.weight)
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            outputs: Tensor = self.inner(inputs)
+            return outputs + self.up(self.down(outputs)) if is_used else outputs
+
+    def optimizers(held: Any) -> list[torch.optim.Optimizer]:
+        down, others = held.split(lambda name, parameter: name.startswith("down"))
+        return [torch.optim.AdamW(others, 1e-2), torch.optim.AdamW(down, 1e-2)]
+
+    def run(place: str, steps: int) -> Run:
+        given = {"directory": tmp_path / place, "callbacks": [Checkpoint(every="2 steps")], "compile": PLAIN}
+        return trainer(Adapted(), optimizers, steps=steps, **given).fit(resume="auto")
+
+    whole = run("whole", 20)
+    steps = list(compiled)
+    assert steps == list(range(2, 21))
+    assert caplog.text.count("no update of run.optimizers[1] (AdamW) has had a gradient") == (not is_used)
+    run("cut", 6)
+    compiled.clear()
+    assert difference(run("cut", 20), whole) == 0
+    assert compiled == [step for step in steps if step > 6]
 
 
 def test_evaluations_and_hooks_compute_without_compilation(compiled: list[int]) -> None:

@@ -175,12 +175,12 @@ def clip_alike(gradients: list[Tensor], max_norm: float, norm_type: float) -> Te
     return norm
 
 
-def norm_and_factor(gradients: list[Tensor], max_norm: float, norm_type: float) -> tuple[Tensor, Tensor]:
+def norm_and_factor(gradients: list[Tensor], max_norm: float | Tensor, norm_type: float) -> tuple[Tensor, Tensor]:
     """Return the total norm of gradients, and what clipping multiplies them by. Each has the shape ()."""
     norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, norm_type)), norm_type)
     return norm, _factor(norm, max_norm)
 
 
-def _factor(norm: Tensor, max_norm: float) -> Tensor:
+def _factor(norm: Tensor, max_norm: float | Tensor) -> Tensor:
     """Return what gradients of this total norm are multiplied by: torch's formula."""
     return torch.clamp(max_norm / (norm + 1e-6), max=1.0)

@@ -9,8 +9,9 @@ step may run compiled or not.
 from __future__ import annotations
 
 import time
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from types import FunctionType
 from typing import Any, NamedTuple, TypeVar
 from weakref import proxy
@@ -45,8 +46,8 @@ INSIDE = (
 )
 """The moments at which gradients, or weights before the update, can be read. A listener to them splits the step."""
 
-MOST_CHANGES = 2
-"""How often the settings of the optimizers, such as weight decay, may change, and be compiled again."""
+MOST_VARIANTS = 4
+"""The number of variants of the Python values, such as settings and attributes of the model, for which a run compiles steps."""
 
 _STATE: dict[type[Optimizer], tuple[str, ...]] = {
     SGD: ("momentum_buffer",),
@@ -60,9 +61,10 @@ _INSTEAD = "compile=True compiles the model alone."
 class Clip(NamedTuple):
     """How a callback clips gradients by their norm, within the compiled function."""
 
-    function: Callable[[list[Tensor], float, float], tuple[Tensor, Tensor]]
+    function: Callable[[list[Tensor], Tensor, float], tuple[Tensor, Tensor]]
     """Returns the norm of gradients, and what they are multiplied by, each of shape ()."""
     max_norm: float
+    """An input of the function, so a schedule compiles nothing."""
     norm_type: float
     chosen: frozenset[int] | None
     """The ids of the parameters; None for all."""
@@ -161,24 +163,23 @@ class CompiledStep(BackwardPass):
         self.plain: Callable[[nn.Module, Any], Any] = session.compute
         self.__wrapped__: Callable[..., Any] = session.compute  # for `inspect.unwrap`
         self._on_cuda = session.driver.device.type == "cuda"
-        self._options = _with_options(options, self._on_cuda)
-        self._graphs: dict[Any, Callable[..., Any]] = {}  # by all that guards do not check; see `_needed`
-        self._is_off = False  # whether no further step is compiled
+        self._options = options
+        self._graphs: dict[Any, tuple[Callable[..., Any], list[str]]] = {}  # by their inputs; with their values
+        self._variants: set[int] = set()  # the values that were compiled
+        self._off: str | None = None  # why no further step is compiled
         self._said: set[str] = set()
         self._groups: list[Group] = []
         self._seen: list[tuple[Any, Any, Any]] = []  # a mapping, a key, and the value for which the groups hold
         self._flags: list[bool] = []  # whether each parameter of the optimizers is trained
-        self._trained: list[Tensor] = []
         self._parameters: list[Tensor] = []  # of the groups: first those that have gradients
         self._structure: Any = None  # of the groups
         self._rates: list[float] = []  # the numbers in the groups
         self._layout: Any = None
-        self._settings: Any = None
+        self._settings = ""
         self._loss: Tensor | None = None  # of the batch of which the gradients are known
         self._gradients: list[tuple[Tensor, Tensor]] = []
         self._is_updated = False
         self._shape: str | None = None  # of the batches that are compiled
-        self._changes = 0
         self._unused: list[int] = []  # the parameters without a gradient, by their index
 
     @classmethod
@@ -202,10 +203,8 @@ class CompiledStep(BackwardPass):
         session = self._session
         if session.step.counted or session.hooks.scene.listener is not None or not torch.is_grad_enabled():
             return self.plain(model, batch)
-        self._loss = None
-        self._gradients = []
-        self._is_updated = False
-        if self._is_off or session.progress.step == 0 or self._is_split():
+        self._loss, self._gradients, self._is_updated = None, [], False
+        if session.progress.step == 0 or self._is_split():
             return self.plain(model, batch)
         if (why := self._why_not(batch)) is not None:
             if why:
@@ -221,10 +220,11 @@ class CompiledStep(BackwardPass):
         parameters = self._parameters
         before = [parameter.grad for parameter in parameters] if whole and size > 1 else None
         clips = self._clips() if whole else []
-        clipped = [(clip.function, clip.max_norm, clip.norm_type, self._chosen(clip)) for clip in clips]
+        kinds = [(clip.function, clip.norm_type, self._chosen(clip)) for clip in clips]
+        norms = [_number(clip.max_norm, parameters[0].device) for clip in clips]
         has = None if before is None else tuple(gradient is not None for gradient in before)
-        key = self._structure, whole, size, has, *clipped
-        others = clipped, before, 1.0 / size, whole, self._on_cuda
+        key = self._structure, whole, size, has, *kinds
+        others = list(zip(kinds, norms, strict=True)), before, 1.0 / size, whole, self._on_cuda
         result = self._called(key, (self.plain, model, batch, self._groups, others))
         if result is None:
             return self.plain(model, batch)
@@ -248,29 +248,33 @@ class CompiledStep(BackwardPass):
 
     def _called(self, key: Any, given: tuple[Any, ...]) -> Any:
         """Return the results of the compiled function; None if it cannot be compiled. Nothing is computed then."""
-        graph = self._graphs.get(key)
-        if graph is not None:
+        failures = torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit
+        if (known := self._graphs.get(key)) is not None:
             try:
-                return graph(*given)
-            except torch._dynamo.exc.TorchDynamoException:  # another graph is needed, such as after a change of the model
+                return known[0](*given)
+            except failures:  # another graph is needed, such as after a change of the model
                 pass
-        else:
-            # A copy of the code, by which torch finds graphs: of other runs and keys, too.
-            own = FunctionType(_step.__code__.replace(), _step.__globals__)
-            graph = torch.compile(own, fullgraph=True, **self._options)
-        session = self._session
-        began = time.perf_counter()
+        graph, values = known or _new_graph(self._options, self._on_cuda)
+        session, began = self._session, time.perf_counter()
         session.print(f"compile: step {session.progress.step + 1} is compiled now, which takes seconds to minutes")
         settings = {"trace_autograd_ops": True, "skip_nnmodule_hook_guards": False, "automatic_dynamic_shapes": False}
         try:
             with torch._dynamo.config.patch(settings):
                 result = graph(*given)
-        except torch._dynamo.exc.TorchDynamoException as error:
-            self._is_off = True
-            self._say(f"the step cannot be compiled: {' '.join(str(error).splitlines()[:2])}")
+        except failures as error:
+            reason = error.__cause__ if isinstance(error, failures[1]) else error  # the cause names the limit
+            self._off = f"the step cannot be compiled: {' '.join(str(reason).splitlines()[:2])}"
+            self._say(self._off)
             return None
-        self._graphs[key] = graph
+        self._graphs[key] = graph, values
         session.print(f"compile: it took {duration(time.perf_counter() - began)}")
+        if given[-1][3]:  # the last batch of its step
+            self._variants.add(zlib.crc32("\n".join([self._settings, *values]).encode()))
+        if len(self._variants) > MOST_VARIANTS:
+            self._off = (
+                f"Python values that it reads, such as attributes of the model, have changed {counted(MOST_VARIANTS, 'time')}, "
+                "and each change compiles it again. Keep a value that changes in a tensor"
+            )
         return result
 
     # -- what the loop calls after it --------------------------------------------------------------
@@ -286,6 +290,11 @@ class CompiledStep(BackwardPass):
         scaled = torch._foreach_mul([gradient for _, gradient in pairs], scale)
         for (parameter, _), gradient in zip(pairs, scaled, strict=True):
             parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+
+    def updated(self) -> list[Optimizer]:
+        """Return the optimizers that the compiled function has updated in the last batch."""
+        used = set(map(id, _parameters_of(self._groups))) if self._is_updated else set()
+        return [optimizer for optimizer in self._session.optimizers if not used.isdisjoint(map(id, parameters_of([optimizer])))]
 
     def step(self, optimizer: Optimizer) -> None:
         """Let an optimizer step, unless the compiled function has done it."""
@@ -303,17 +312,17 @@ class CompiledStep(BackwardPass):
         """Return whether a listener is called inside of the step."""
         hooks = self._session.hooks
         progress = self._session.progress
-        if any(_is_near(listener, progress) for listener in _splitting(hooks)):
-            return True
+        splitting = [*_splitting(hooks)]
         if progress.max_tokens is not None:  # a warm-up may count tokens, which the end of the batch counts
             inside = hooks.by_moment.get(Callback.on_before_optimizer_step, ())
-            others = (item for item in inside if not hasattr(hooks.callbacks[item.owner], "in_graph"))
-            return any(_is_near(listener, progress) for listener in others)
-        return False
+            splitting += [item for item in inside if not hasattr(hooks.callbacks[item.owner], "in_graph")]
+        return any(_is_near(listener, progress) for listener in splitting)
 
     def _why_not(self, batch: Any) -> str | None:
         """Return why a step that no listener splits is not compiled; None if it is. Empty: there is no state to update yet."""
         session = self._session
+        if self._off is not None:
+            return self._off
         layout = _layout_of(batch)
         if layout != self._layout:
             text = repr(layout)
@@ -327,10 +336,8 @@ class CompiledStep(BackwardPass):
             return "an optimizer holds parameters outside of the model"
         if not self._are_current() and not self._gather():
             return ""
-        if any(held._backward_hooks or held._post_accumulate_grad_hooks for held in self._trained):
+        if any(held._backward_hooks or held._post_accumulate_grad_hooks for held in self._parameters):
             return "a parameter has a hook"
-        if self._changes > MOST_CHANGES:
-            return f"a setting of the optimizer, other than the rate, has changed more than {counted(MOST_CHANGES, 'time')}"
         self._set_rates()
         return None
 
@@ -344,12 +351,8 @@ class CompiledStep(BackwardPass):
 
     def _gather(self) -> bool:
         """Take the groups from the optimizers. Return whether each parameter that is used has its state."""
-        self._groups = []
-        self._seen = []
-        start = 0
-        held_by_all = [*parameters_of(self._session.optimizers)]
-        self._flags = [held.requires_grad for held in held_by_all]
-        self._trained = [held for held in held_by_all if held.requires_grad]
+        self._groups, self._seen, start = [], [], 0
+        self._flags = [held.requires_grad for held in parameters_of(self._session.optimizers)]
         of_groups: list[dict[str, Any]] = []
         for optimizer in self._session.optimizers:
             self._see(vars(optimizer), "state", "param_groups")
@@ -370,15 +373,14 @@ class CompiledStep(BackwardPass):
                     self._see(optimizer.state, *([held] if names else ()))
                     self._see(state, *names)
                 if numbered:
-                    rate = _new_rate(numbered[0][1].device)
+                    rate = _new_number(0.0, numbered[0][1].device)
                     state_by_name = [[state[name] for state in states] for name in names]
                     self._groups.append(Group(_decoupled(optimizer, group), used, unused, state_by_name, rate, settings))
-        self._changes += self._settings is not None and of_groups != self._settings
-        self._settings = of_groups
+        self._settings = str(of_groups)
         self._rates = []
         self._parameters = [*_parameters_of(self._groups), *_unused_in(self._groups)]
         shapes = [(group.decoupled, len(group.parameters), len(group.unused), len(group.state)) for group in self._groups]
-        self._structure = str((shapes, of_groups, self._flags))
+        self._structure = str((shapes, self._settings, self._flags))
         return bool(self._groups)
 
     def _see(self, holder: Mapping[Any, Any], *keys: Any) -> None:
@@ -413,13 +415,14 @@ class CompiledStep(BackwardPass):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint: with it, the same steps are compiled after a resume."""
-        return {"shape": self._shape, "changes": self._changes, "unused": self._unused}
+        return {"shape": self._shape, "variants": sorted(self._variants), "unused": self._unused, "off": self._off}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a state that `state_dict` returned."""
         self._shape = state["shape"]
-        self._changes = state["changes"]
+        self._variants = set(state["variants"])
         self._unused = list(state["unused"])
+        self._off = state["off"]
 
 
 def _is_near(listener: Listener, progress: Progress) -> bool:
@@ -472,29 +475,33 @@ def _put_back(precision: Precision) -> None:
     precision.take_step = fast_step.step
 
 
-def _new_rate(device: torch.device) -> Tensor:
-    return torch.zeros((), dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
+def _new_number(value: float, device: torch.device) -> Tensor:
+    return torch.full((), value, dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
 
 
-def _with_options(options: Mapping[str, Any], on_cuda: bool) -> dict[str, Any]:
-    """Return arguments of ``torch.compile``: with CUDA graphs, and fewer checks before each call."""
-    if "mode" in options:
-        return dict(options)
-    chosen: dict[str, Any] = {"guard_filter_fn": _needed}
-    if options.get("backend", "inductor") == "inductor":
+_number = lru_cache(8)(_new_number)  # the same tensor in each step
+
+
+def _new_graph(options: Mapping[str, Any], on_cuda: bool) -> tuple[Callable[..., Any], list[str]]:
+    """Return the function, which its first call compiles, and the values that its graph holds, which that call notes."""
+    values: list[str] = []
+    chosen: dict[str, Any] = {"guard_filter_fn": partial(_note_values, values)}
+    if options.get("backend", "inductor") == "inductor":  # with CUDA graphs, and fewer checks in each call
         chosen |= {"size_asserts": False, "triton.cudagraphs": on_cuda}
-    return {**options, "options": {**chosen, **options.get("options", {})}}
+    if "mode" not in options:
+        options = {**options, "options": {**chosen, **options.get("options", {})}}
+    # A copy of the code, by which torch finds graphs: of other runs and keys, too.
+    own = FunctionType(_step.__code__.replace(), _step.__globals__)
+    return torch.compile(own, fullgraph=True, **options), values
 
 
-def _needed(guards: Sequence[Any]) -> list[bool]:
-    """Return which of torch's guards are checked: those of the model, the forward pass, the batch, and what they use.
-
-    The key of a graph has all else: see `CompiledStep._computed`.
-    """
-    return [not guard.name or guard.name.startswith(_GUARDED) for guard in guards]
-
-
-_GUARDED = ("L['model']", "L['compute']", "L['batch']", "G['__import_")
+def _note_values(values: list[str], guards: Sequence[Any]) -> list[bool]:
+    """Note what guards of the model, the forward pass and the batch compare: the same in a resumed run. Keep all guards."""
+    known = [guard for guard in guards if guard.name.startswith(("model", "compute", "batch"))]
+    known += [guard for guard in guards if guard.guard_type in ("CONSTANT_MATCH", "EQUALS_MATCH") and guard.is_global]
+    texts = (repr(guard.value) if isinstance(guard.value, bool | int | float | str) else "" for guard in known)
+    values[:] = sorted({f"{guard.guard_type} {guard.name} {text}" for guard, text in zip(known, texts, strict=True)})
+    return [True] * len(guards)
 
 
 # -- the compiled function -------------------------------------------------------------------------
@@ -508,8 +515,8 @@ def _step(compute: Any, model: nn.Module, batch: Any, groups: Sequence[Group], o
         model: The model.
         batch: The batch.
         groups: The parameter groups.
-        others: For each clipping the function, the norm, the order of the norm, and which parameters it takes; the gradients of
-            the other batches of the step, or None if it has one batch; the loss scale of the batch; whether it is the last one;
+        others: For each clipping the function, the order of the norm and the parameters, and the norm; the gradients of the
+            other batches of the step, or None if it has one batch; the loss scale of the batch; whether it is the last one;
             and whether the update takes all tensors at once.
 
     Returns:
@@ -546,9 +553,10 @@ def _update(groups: Sequence[Group], clips: Sequence[Any], gradients: list[Any],
     """Clip the gradients, and update the weights with torch's own functions. Return the norms."""
     norms = []
     start = 0
-    for function, max_norm, norm_type, chosen in clips:
+    for (function, norm_type, chosen), max_norm in clips:
         takes = [gradient is not None and (chosen is None or chosen[index]) for index, gradient in enumerate(gradients)]
         norm, factor = function(_split(gradients, takes)[0], max_norm, norm_type)
+        factor = factor.to(norm.dtype)  # it has the dtype of `max_norm`
         gradients = [gradient * factor if is_taken else gradient for gradient, is_taken in zip(gradients, takes, strict=True)]
         norms.append(norm)
     for group in groups:

@@ -59,7 +59,7 @@ def step(optimizer: Optimizer) -> None:
     """
     inner = _inside(getattr(type(optimizer), "step", None))
     profiled = torch.autograd.profiler._is_profiler_enabled or torch._C._autograd._profiler_enabled()
-    if inner is None or profiled or not is_bare(optimizer):
+    if inner is None or profiled or optimizer._optimizer_step_post_hooks or not is_bare(optimizer):
         optimizer.step()
         return
     if "step" in optimizer.__dict__:
@@ -71,11 +71,11 @@ def step(optimizer: Optimizer) -> None:
 
 def is_bare(optimizer: Optimizer) -> bool:
     """Return whether nothing but ``step`` of its class, and Cadenza, would be called by ``optimizer.step()``."""
-    own, hooks = optimizer.__dict__.get("step"), optimizer._optimizer_step_pre_hooks.values()
+    own = optimizer.__dict__.get("step")
+    hooks = [*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()]
     return not (
         (own is not None and not _is_tracker(own, optimizer, getattr(type(optimizer), "step", None)))
         or any(type(hook) is not StepGuard and hook is not made_fit for hook in hooks)
-        or optimizer._optimizer_step_post_hooks
         or any(_GLOBAL_HOOKS)
     )
 

@@ -503,7 +503,7 @@ _WHOLE = _WEIGHTS | {
     "model_extra": {str: object},
     "optimizers": [Mapping],
     "precision": Mapping,
-    "compiled?": {"shape": str | None, "changes": count, "unused": [count]},
+    "compiled?": {"shape": str | None, "variants": [count], "unused": [count], "off": str | None},
     "gradients": {int: Tensor | Stored},
     "weight_unit?": int | float | None,
     "switched?": {str: {str: bool}},
