@@ -108,5 +108,5 @@ def test_an_agent_acts_only_where_it_is_allowed(tmp_path: Path) -> None:
 def test_a_directory_without_a_run_is_said_before_any_talk(tmp_path: Path) -> None:
     done = command("mcp", str(tmp_path))
     assert done.returncode == 1
-    assert "holds no run" in done.stderr
+    assert "and holds none" in done.stderr
     assert not done.stdout

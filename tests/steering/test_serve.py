@@ -169,8 +169,8 @@ def test_no_more_pages_than_the_limit_stay_open(tmp_path: Path) -> None:
     ("options", "message"),
     [
         (["nowhere"], r"'nowhere' is not a folder"),
-        (["."], r"holds no run"),
-        ([".", "--port", "70000"], r"holds no run|--port must be"),
+        (["."], r"and holds none"),
+        ([".", "--port", "70000"], r"and holds none|--port must be"),
         ([".", "--every", "0"], r"--every must be at least"),
     ],
 )
