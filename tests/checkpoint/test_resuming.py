@@ -168,7 +168,8 @@ def test_a_folder_without_checkpoints_and_a_file_of_weights_are_named_with_the_c
         trainer(tmp_path / "b").fit(resume=tmp_path / "empty")
     weights = interrupted(tmp_path / "a", 5) / "checkpoints" / "last" / "model.safetensors"
     with pytest.raises(
-        CheckpointError, match=r"'.*model.safetensors' is a file, .* load the weights with load_weights\(path, model"
+        CheckpointError,
+        match=r"'.*model.safetensors' is a file or a folder of weights, .* load the weights with load_weights\(path, model",
     ):
         trainer(tmp_path / "b").fit(resume=weights)
 

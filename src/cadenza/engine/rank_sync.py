@@ -468,7 +468,7 @@ class SharedSync(RankSync):
 
     def synchronize(self) -> None:
         if self.broken:
-            self.saves = self.requests.save  # of this rank alone
+            self.saves: str = self.requests.save  # of this rank alone
             return
         self._collect()
         self._complete(self._driver.reduce_later(self._own(speaks=True))().tolist())
@@ -489,7 +489,8 @@ class SharedSync(RankSync):
             self._buffer.reduce(self._driver, numbers)
         if saves:
             reasons = dict.fromkeys([self.saves, *self._driver.gather(self.requests.save)])
-            self.saves, self.requests.save = "; ".join(filter(None, reasons)), ""
+            self.saves = "; ".join(filter(None, reasons))
+            self.requests.save = ""
         self._settle(leave=bool(leave))
 
     def _collect(self) -> None:
@@ -515,7 +516,8 @@ class SharedSync(RankSync):
 
     def save(self, savers: Iterable[Saver]) -> None:
         if self.together:
-            reason, self.saves = self.saves, ""  # a request that is not exchanged yet waits for the next boundary
+            reason = self.saves  # a request that is not exchanged yet waits for the next boundary
+            self.saves = ""
             for saver in savers if reason else ():
                 saver.request(reason)
         else:

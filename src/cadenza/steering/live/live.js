@@ -126,7 +126,7 @@
     charts.forEach(draw);
   }
 
-  // A value of a new name needs a new page: it is loaded when nothing is typed into the form.
+  // A value of a new name needs a new page: it is loaded when nothing is typed into the form. Until then the curves stay.
   function isOther(data) {
     const names = (list) => JSON.stringify(list.map((one) => one.name));
     return names(data.charts ?? []) !== names(charts) || names(data.runs) !== names(runs);
@@ -143,13 +143,15 @@
       if (!answer.ok) return;
       const page = new DOMParser().parseFromString(await answer.text(), "text/html");
       const data = JSON.parse(page.getElementById("data").textContent);
-      if (isOther(data)) {
-        if (!typed()) location.reload();
+      const other = isOther(data);
+      if (other && !typed()) {
+        sessionStorage.setItem("act-result", document.getElementById("act-result")?.textContent ?? "");
+        location.reload();
         return;
       }
-      if (charts.length) replaceCurves(page, data);
+      if (charts.length && !other) replaceCurves(page, data);
       replaceSections(page);
-      had = version;
+      if (!other) had = version; // else the page is loaded when nothing is typed any more
     } catch {
       put(link, "no connection, trying again");
     } finally {
@@ -170,6 +172,7 @@
         body: JSON.stringify({ verb, arguments: given, reason }),
       });
       put(result, answer.ok ? (await answer.json()).text : `${verb}: ${await answer.text()}`);
+      if (answer.ok) form.reset();
     } catch {
       put(result, `${verb}: the server does not answer`);
     }
@@ -197,6 +200,8 @@
     act(verb, given[verb]?.() ?? {});
   });
 
+  if (form) put(document.getElementById("act-result"), sessionStorage.getItem("act-result") ?? "");
+  sessionStorage.removeItem("act-result");
   follow.addEventListener("change", renew);
   connect();
   setInterval(renew, 500);
