@@ -44,7 +44,7 @@ class Verbs:
         self.own_calls: OwnCalls = OwnCalls(session, self.name)
 
     def begin(self, ending: ExitStack) -> None:
-        """Look at the first updates; and at what a ``step_fn`` or a loop of the user's own calls, until `ending`."""
+        """Look at the first updates; and at what a ``step_fn`` or the user's loop calls, until `ending`."""
         if self.session.advises:
             self.own_calls.begin(ending)
 

@@ -161,7 +161,7 @@ class Ntfy(Target):
     Who knows the topic reads the alerts, so only the host is shown.
 
     Args:
-        url: The address of the topic, such as ``"https://ntfy.sh/a-topic-that-nobody-guesses"``, without a user in it.
+        url: The address of the topic, such as ``"https://ntfy.sh/a-topic-that-is-hard-to-guess"``, without a user in it.
         token: An access token of the server; None takes the variable ``CADENZA_NTFY_TOKEN``, if there is one.
 
     Raises:
