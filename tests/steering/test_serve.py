@@ -11,7 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, Page, expect
+from playwright.sync_api import Browser, Page, Route, expect
 
 from cadenza.callbacks import LogTraining
 from cadenza.steering import read_run
@@ -102,6 +102,27 @@ def test_by_keyboard_a_reader_acts_on_the_run_and_hears_the_result(wide: int, tm
             expect(page.locator(".card.live")).to_contain_text("stopped (the loss <jumps>)")
             expect(page.get_by_role("button", name="Stop")).to_be_disabled()
     assert read_run(run).why("steered", last=9)["decisions"][0]["data"]["reason"] == "the loss <jumps>"
+
+
+def test_what_happens_while_the_page_loads_itself_anew_is_announced(tmp_path: Path, browser: Browser) -> None:
+    run = tmp_path / "run"
+    with training(STEERED, run, "100000") as process:
+        until_steps(run, 1, process)
+        with serving(run) as served, watched(browser, served.origin) as opened:
+            page = opened(served.address)
+            expect(page.locator(".card.live")).to_contain_text("running: step ")
+
+            def serve(route: Route) -> None:
+                if route.request.resource_type == "fetch":  # the report has a value of a new name: the page must be new
+                    report = route.fetch()
+                    route.fulfill(response=report, body=report.text().replace('"name":"train/loss"', '"name":"train/other"'))
+                else:
+                    kill(process)
+                    route.continue_()
+
+            page.route(served.address, serve)
+            expect(page.locator("#said")).to_contain_text("run: killed")
+            assert page.evaluate("performance.getEntriesByType('navigation')[0].type") == "reload"
 
 
 def test_every_control_has_a_name_and_every_part_a_landmark(tmp_path: Path, browser: Browser) -> None:

@@ -4,6 +4,7 @@
   const panel = document.getElementById("live"), cards = document.getElementById("live-runs"), link = document.getElementById("link");
   const follow = document.getElementById("follow"), form = document.getElementById("acts-form");
   const token = new URLSearchParams(location.search).get("token"), known = new Map(), news = [];
+  const before = JSON.parse(sessionStorage.getItem("before-reload") ?? "{}"); // what this page showed when it loaded itself anew
   let wanted = panel.dataset.version, had = panel.dataset.version, next = 0, quiet = 0, fetching = false;
 
   const put = (node, text) => {
@@ -25,11 +26,12 @@
     dot.setAttribute("aria-hidden", "true");
     bar.max = 1;
     bar.setAttribute("aria-label", `progress of ${run.name}`);
-    return { node, dot, text, bar, figures, values, news, state: run.state, seen: new Set(run.news.map((one) => one.text)) };
+    const { state = run.state, seen = run.news.map(({ text }) => text) } = before.cards?.[run.name] ?? {};
+    return { node, dot, text, bar, figures, values, news, state, seen: new Set(seen) };
   }
 
   function show(run) {
-    const first = !known.has(run.name), card = known.get(run.name) ?? cardOf(run);
+    const card = known.get(run.name) ?? cardOf(run);
     known.set(run.name, card);
     card.dot.className = `state ${run.look}`;
     put(card.text, run.sentence);
@@ -43,7 +45,7 @@
     }));
     card.news.replaceChildren(...run.news.map(({ text, kind }) => html("li", kind, text)));
     const fresh = run.news.filter(({ text, kind }) => kind && !card.seen.has(text)).map(({ text }) => text);
-    if (!first && run.state !== card.state) fresh.push(run.sentence);
+    if (run.state !== card.state) fresh.push(run.sentence);
     card.seen = new Set(run.news.map(({ text }) => text));
     card.state = run.state;
     return fresh.map((text) => `${run.name}: ${text}`);
@@ -134,6 +136,14 @@
 
   const typed = () => form && [...form.querySelectorAll("input")].some((input) => input.value !== input.defaultValue);
 
+  // Nothing that was announced, or waits to be, is lost by it.
+  function reload() {
+    const seen = [...known].map(([name, { state, seen }]) => [name, { state, seen: [...seen] }]);
+    const [result, said] = ["act-result", "said"].map((id) => document.getElementById(id)?.textContent ?? "");
+    sessionStorage.setItem("before-reload", JSON.stringify({ cards: Object.fromEntries(seen), news, result, said }));
+    location.reload();
+  }
+
   async function renew() {
     if (fetching || !follow.checked || wanted === had || document.hidden || Date.now() < next) return;
     fetching = true;
@@ -145,8 +155,7 @@
       const data = JSON.parse(page.getElementById("data").textContent);
       const other = isOther(data);
       if (other && !typed()) {
-        sessionStorage.setItem("act-result", document.getElementById("act-result")?.textContent ?? "");
-        location.reload();
+        reload();
         return;
       }
       if (charts.length && !other) replaceCurves(page, data);
@@ -200,8 +209,10 @@
     act(verb, given[verb]?.() ?? {});
   });
 
-  if (form) put(document.getElementById("act-result"), sessionStorage.getItem("act-result") ?? "");
-  sessionStorage.removeItem("act-result");
+  sessionStorage.removeItem("before-reload");
+  news.push(...(before.news ?? []));
+  say(before.said ?? "");
+  if (form) put(document.getElementById("act-result"), before.result ?? "");
   follow.addEventListener("change", renew);
   connect();
   setInterval(renew, 500);
