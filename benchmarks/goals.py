@@ -104,7 +104,7 @@ def evaluations(rounds: int, count: int) -> Times:
     trainer = Trainer(
         model, torch.optim.SGD(model.parameters(), 0.1), batches, supervised(LOSS), max_epochs=1, device="cpu", progress=False
     )
-    session = trainer._new_session()
+    session = trainer._make_session()
 
     def hand(mode: Callable[[], Any]) -> float:
         total, samples = 0.0, 0

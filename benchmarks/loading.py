@@ -134,7 +134,7 @@ def evaluations(rounds: int, batches: int) -> None:
     trainer = Trainer(
         model, lambda p: torch.optim.SGD(p, 0.1), data, supervised(loss_fn), max_epochs=1, device="cpu", progress=False
     )
-    run = trainer._new_session()
+    run = trainer._make_session()
     loss_only, judged = Evaluation(data), Evaluation(data, metrics={"acc": Accuracy()})
     print(f"\nEvaluation, MLP 32-64-10, batches of 16, {batches} of them")
     loss = "by hand, inference_mode, loss"

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from cadenza.drivers import Driver
-from cadenza.engine.loop import STEP, Training
+from cadenza.engine.loop import Open, Training
 from cadenza.engine.module_state import Compile
 from cadenza.engine.session import Loops, session_of
 from cadenza.engine.verbs import LoopVerbs
@@ -21,7 +21,7 @@ from cadenza.errors import DataError
 from cadenza.files.new_directory import NewDirectory
 from cadenza.loading.rng import RNGState
 from cadenza.loops.foreign_callbacks import AnyCallback
-from cadenza.loops.part import Part
+from cadenza.loops.run_segment import RunSegment
 from cadenza.loops.steps import Kept
 from cadenza.optim.optimizers import Optimizers
 from cadenza.run import Run
@@ -134,7 +134,7 @@ class Loop:
         self.trainer: Trainer = trainer
         """The arguments of the run, and its plan: ``loop.trainer.plan()``."""
         self._kept, self._arguments = kept, arguments
-        self._part: Part | None = None
+        self._part: RunSegment | None = None
         self._training: Training | None = None
         self._rng: RNGState | None = None
         self._asks = False  # whether the loop calls over()
@@ -243,13 +243,13 @@ class Loop:
         The batches of a step need it only for callbacks at these moments, and for the counters of batches, samples and tokens.
         The number of batches in a step must be the same on all ranks.
         """
-        if self._training is None or self._training.open != STEP:
+        if self._training is None or self._training.open != Open.STEP:
             raise RuntimeError("loop.batch(...) must be used inside of `with loop.step():`, and not inside of another batch.")
         training, session = self._training, self._training.session
         session.sync.read_tokens(batch)
         moved = session.driver.to_device(batch)
         with self._ending_with_error():
-            training.take(moved)
+            training.begin_batch(moved)
             try:
                 yield moved
             except GeneratorExit:
@@ -297,7 +297,7 @@ class Loop:
         training = self._training
         if training is None:
             raise RuntimeError(f"loop.{verb}() needs a run that has begun. Write `with cadenza.attach(...) as loop:`.")
-        if training.open >= STEP:
+        if training.open >= Open.STEP:
             raise RuntimeError(f"loop.{verb}() must be called between two steps, and not inside of `with loop.step():`.")
         verbs = cast("LoopVerbs", training.verbs)
         if self._part is not None:
@@ -316,7 +316,7 @@ class Loop:
         self._together.close()
         if inside:
             self._together.enter_context(self.run.block_saves("steps without loop.over() between them"))
-        if not training.may_step() and not inside:
+        if not training.advance() and not inside:
             self._end(None)
 
     def _take_up(self) -> None:
@@ -333,7 +333,7 @@ class Loop:
             )
 
     def _check_inside(self, verb: str) -> None:
-        if self._training is None or self._training.open < STEP:
+        if self._training is None or self._training.open < Open.STEP:
             raise RuntimeError(f"loop.{verb}(...) must be called inside of `with loop.step():`.")
 
 

@@ -37,7 +37,7 @@ from cadenza.loading.batches import batch_sizes
 from cadenza.loading.evaluation import Evaluation, Metrics
 from cadenza.loops.foreign_callbacks import AnyCallback, adapted, before_trainer
 from cadenza.loops.handle import Handle
-from cadenza.loops.part import Part, Recipe, elsewhere
+from cadenza.loops.run_segment import RunSegment, TrainerArguments, external_folders
 from cadenza.loops.steps import Steps
 from cadenza.optim.optimizers import Optimizers, made
 from cadenza.optim.parameters import ModelParameters
@@ -49,7 +49,7 @@ T = TypeVar("T")
 
 
 @advised("trainer-attributes", refused="should_stop stop_training terminate")
-class Trainer(Recipe):
+class Trainer(TrainerArguments):
     """Train a model.
 
     Args:
@@ -243,7 +243,7 @@ class Trainer(Recipe):
         """
         checks.check_resume(resume)
         hooks, progress, several = self._hooks(), self._limits(self.loader), self.driver.world_size > 1
-        given = resume, self.directory, elsewhere(self.callbacks), hooks, progress, self.loader, self.driver.data_shard()
+        given = resume, self.directory, external_folders(self.callbacks), hooks, progress, self.loader, self.driver.data_shard()
         begins = beginning(*given) if resume else Beginning()
         sizes = partial(batch_sizes, None if several else self.loader)
         return calendar_of(hooks, progress, self.accumulate, sizes, until, begins)
@@ -420,7 +420,7 @@ class Trainer(Recipe):
         strict: bool = False,
         replay: bool = False,
         loop: Loops = Loops.FIT,
-    ) -> Part:
+    ) -> RunSegment:
         """Return a run that may begin.
 
         Raises:
@@ -432,9 +432,9 @@ class Trainer(Recipe):
             raise RuntimeError(
                 "this trainer trains in the background already. Call stop(...) and join() of the handle that start() returned."
             )
-        return Part(self, resume, checks.given_by(override, resume), strict, replay, loop)
+        return RunSegment(self, resume, checks.given_by(override, resume), strict, replay, loop)
 
-    def _train(self, part: Part, begun: Callable[[Session], object] = lambda session: None) -> Run:
+    def _train(self, part: RunSegment, begun: Callable[[Session], object] = lambda session: None) -> Run:
         """Carry out a run. `begun` is called with its session.
 
         A run that goes back to a checkpoint has another part, with a session of its own.
@@ -455,8 +455,8 @@ class Trainer(Recipe):
         self, act: Callable[[Session, Evaluation], T], evaluation: Evaluation, which: Which | None, weights: str | None
     ) -> T:
         """Return the result of `evaluate` or `predict` outside of a fit, with the weights that were chosen."""
-        choice = Choice(act.__name__, which, weights, self.directory, elsewhere(self.callbacks))
+        choice = Choice(act.__name__, which, weights, self.directory, external_folders(self.callbacks))
         with self.driver.entering(f"in {act.__name__}"):
-            session = self._new_session()
+            session = self._make_session()
             optimizers = partial(made, self.optimizer, session.model, own_step=self.step_fn is not None)
             return evaluating.alone(choice.during(act, optimizers), session, evaluation)

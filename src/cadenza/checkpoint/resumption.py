@@ -136,7 +136,7 @@ def begin(session: Session, directory: RunDirectory | None, start: Start, facts:
         # A rollback is written only after the checkpoint has been restored.
         previous = {name: fact for name in ("branch", "parent") if (fact := (directory.previous or {}).get(name)) is not None}
         known = {"data": data} if not start.is_anew and (data := (directory.previous or {}).get("data")) else {}
-        directory.when_gone = partial(boundary.make_again, proxy(session))
+        directory.when_gone = partial(boundary.recreate_directory, proxy(session))
         directory.begin({**facts, **known, **start.facts(), **(previous if start.rolls_back else {})})
         if start.is_anew:
             directory.cut({}, step=-1)

@@ -27,7 +27,7 @@ from cadenza.status.progress import Accumulation, Progress
 # -- the boundary ----------------------------------------------------------------------------------
 
 
-def reach(session: Session, *, closing: bool = False, after_step: bool = False) -> None:
+def run_boundary(session: Session, *, closing: bool = False, after_step: bool = False) -> None:
     """Run the due evaluations, deliver the step's record, then carry out what waits for the step boundary.
 
     Every rank must call this. With `after_step`, wait for the other ranks only if this rank has a request, has logged a
@@ -82,7 +82,7 @@ def count_epoch(session: Session) -> None:
     if cursor.exhausted or session.sync.requests.end_epoch or progress.batch_in_epoch == progress.batches_per_epoch:
         progress.finish_epoch()
         change_windows(session)
-        session.hooks.measure(progress)
+        session.hooks.refresh_schedules(progress)
         cursor.at_boundary = False  # until the hooks of on_epoch_end are called
     elif session.outcome is None:
         for saver in session.savers:
@@ -94,13 +94,13 @@ def leave_epoch(session: Session) -> None:
     session.due.run(session)
     session.sync.requests.drop_epoch()
     session.metrics.losses.end_epoch()
-    reach(session)
+    run_boundary(session)
 
 
 def close(session: Session) -> None:
     """Deliver the last records, then close what callbacks opened, the last one first. An earlier error stays the first."""
     session.sync.close()
-    finish = partial(reach, session, closing=True)
+    finish = partial(run_boundary, session, closing=True)
     opened = session.acts.closers
     closers = iter(lambda: opened.pop() if opened else None, None)  # also those that a closer adds
     # Twice first, for values that are logged while the last record is delivered; once more for those logged in closing.
@@ -210,7 +210,7 @@ NOTE = "MOVED.txt"
 """The file in the new directory that says what happened."""
 
 
-def make_again(session: Session) -> None:
+def recreate_directory(session: Session) -> None:
     """Make the directory of a run again at its path, with the rows and decisions that are in memory. Say it once.
 
     If that is not possible, nothing is said here: logs and checkpoints report that they cannot be written, and wait.
@@ -218,7 +218,7 @@ def make_again(session: Session) -> None:
     files = session.files
     assert files is not None, "the directory of the main process"
     try:
-        files.make_again()
+        files.recreate()
     except OSError:
         return
     rows = write_again(files.path / "metrics.jsonl", session.metrics.history)

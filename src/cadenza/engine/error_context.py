@@ -388,7 +388,7 @@ _PHASES = {
     ("cadenza.engine.evaluation", "evaluate"): "an evaluation",
     ("cadenza.engine.evaluation", "predict"): "a prediction",
     ("cadenza.engine.loop", "Training.begin"): "the start of the run",
-    ("cadenza.loops.part", "Part._set_up"): "the start of the run",
+    ("cadenza.loops.run_segment", "RunSegment._set_up"): "the start of the run",
 }
 
 _COMMUNICATING = ("torch.distributed", "torch.nn.parallel.distributed", "cadenza.drivers.")

@@ -5,6 +5,7 @@ The moments are those of `Callback`.
 
 from __future__ import annotations
 
+from enum import IntEnum
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
@@ -22,8 +23,18 @@ if TYPE_CHECKING:
     from cadenza.run import Run
 
 END: Any = object()  # what `fetch` returns when the loader has no more batches
-OVER, RUN, EPOCH, BETWEEN, STEP, BATCH = range(6)
-"""What a training has open, from nothing to a batch. An epoch is open between two of its steps, or before and after all."""
+
+
+class Open(IntEnum):
+    """The innermost section that is open in a training."""
+
+    NOTHING = 0
+    RUN = 1
+    EPOCH = 2
+    """Before its first step, or after its last one."""
+    BETWEEN_STEPS = 3
+    STEP = 4
+    BATCH = 5
 
 
 def fit(training: Training) -> None:
@@ -52,20 +63,19 @@ class Training:
         self.run: Run = session.run
         self.verbs: Verbs = OF_LOOP[session.loop](session)
         session.verbs = self.verbs
-        self.open: int = OVER
-        """The innermost open section: one of the constants above."""
+        self.open: Open = Open.NOTHING
         self._first: Any = END  # the batch that was fetched to begin a step
 
     def __enter__(self) -> Self:
         UNDER_WAY.append(self.session)
-        self.open = RUN
+        self.open = Open.RUN
         return self
 
     def begin(self) -> None:
         """Fire ``on_fit_start``, and restore what the hooks must not change before the first step."""
         session = self.session
         boundary.begin(session)
-        session.hooks.measure(session.progress)
+        session.hooks.refresh_schedules(session.progress)
         session.module_flags.begin(session.driver, session.model, session.decide)
         session.hooks.on_fit_start(self.run)
         session.extra_parameters.check_devices(self.run)
@@ -84,15 +94,15 @@ class Training:
         self.end_epoch()
         session = self.session
         # A restored epoch is open even if it has no more steps: its on_epoch_end has not fired.
-        if self.open == OVER or (not session.cursor.in_epoch and session.sync.over()):
+        if self.open == Open.NOTHING or (not session.cursor.in_epoch and session.sync.over()):
             return False
-        self.open, session.cursor.in_epoch = EPOCH, True
+        self.open, session.cursor.in_epoch = Open.EPOCH, True
         session.hooks.on_epoch_start(self.run)
         return True
 
     def next_step(self) -> bool:
         """End the open step, and begin the next one of the epoch. Return False if none follows."""
-        if self.may_step():
+        if self.advance():
             self._first = self.fetch()
             if self._first is not END:
                 self.begin_step()
@@ -102,7 +112,7 @@ class Training:
 
     def next_batch(self) -> bool:
         """End the open batch, and begin the next one of the step. Return False if none follows."""
-        if self.open == BATCH:
+        if self.open == Open.BATCH:
             self.end_batch()
         session = self.session
         step = session.step
@@ -114,7 +124,7 @@ class Training:
                 return False
         batch, self._first = self._first, END
         step.begin_batch(batch)
-        self.open = BATCH
+        self.open = Open.BATCH
         session.hooks.on_batch_start(self.run, batch)
         step.window.seen += 1
         session.sync.begin_batch(batch)
@@ -135,33 +145,33 @@ class Training:
 
     # -- its parts ---------------------------------------------------------------------------------
 
-    def may_step(self) -> bool:
+    def advance(self) -> bool:
         """End the open step, and do what waits for its boundary. Return whether a step of the epoch may follow."""
         session = self.session
         session.hooks.enter()
-        if self.open >= STEP:
+        if self.open >= Open.STEP:
             self.end_step()
-        if self.open == EPOCH:
+        if self.open == Open.EPOCH:
             self._open_loader()
         elif not session.cursor.at_boundary:
-            boundary.reach(session, after_step=True)
-        return self.open == BETWEEN and not session.sync.leaving_epoch()
+            boundary.run_boundary(session, after_step=True)
+        return self.open == Open.BETWEEN_STEPS and not session.sync.leaving_epoch()
 
     def _open_loader(self) -> None:
         progress, cursor = self.session.progress, self.session.cursor
         if not progress.finished and not cursor.exhausted:
             cursor.batches = cursor.source.batches(progress.epoch, progress.batch_in_epoch)
         self.session.restored.take_rng_state()  # the next draw is that of the step after the checkpoint
-        self.open = BETWEEN
+        self.open = Open.BETWEEN_STEPS
         if self.session.due.take_up(self.session):
-            boundary.reach(self.session)
+            boundary.run_boundary(self.session)
 
     def begin_step(self) -> None:
         """Fire ``on_step_start``."""
         session = self.session
         session.step.begin()
         session.cursor.at_boundary = False
-        self.open = STEP
+        self.open = Open.STEP
         session.hooks.on_step_start(self.run)
 
     def fetch(self) -> Any:
@@ -185,7 +195,7 @@ class Training:
             session.sync.read_tokens(batch)
         return session.driver.to_device(batch)
 
-    def take(self, batch: Any) -> None:
+    def begin_batch(self, batch: Any) -> None:
         """Begin a batch of a loop that brings its own data. It is on the device."""
         self._first = batch
         self.next_batch()
@@ -197,7 +207,7 @@ class Training:
         step.may_skip = False  # also if there was no backward pass
         session.progress.finish_batch(*session.sync.end_batch())
         step.counted = True
-        self.open = STEP
+        self.open = Open.STEP
         session.hooks.on_batch_end(self.run, step.batch, step.outputs)
 
     def skip_rest(self) -> None:
@@ -212,7 +222,7 @@ class Training:
             finish_window(session)
         session.step.finish()
         boundary.count_step(session)
-        self.open = BETWEEN
+        self.open = Open.BETWEEN_STEPS
         session.hooks.on_step_end(self.run)
 
     def _end_steps(self) -> None:
@@ -222,17 +232,17 @@ class Training:
         boundary.check_length(session)
         boundary.count_epoch(session)
         boundary.note_point(session)
-        self.open = EPOCH
+        self.open = Open.EPOCH
 
     def end_epoch(self) -> None:
         """End the open epoch, and all in it."""
         session = self.session
-        if self.open > EPOCH:
-            self.may_step()
+        if self.open > Open.EPOCH:
+            self.advance()
             self._end_steps()
-        if self.open == EPOCH:
+        if self.open == Open.EPOCH:
             session.cursor.leave_epoch()
-            self.open = RUN
+            self.open = Open.RUN
             session.hooks.on_epoch_end(self.run)
             boundary.leave_epoch(session)
 
@@ -244,7 +254,7 @@ class Training:
         A run that was ``left`` for an unknown reason can be continued, as one that a signal ended.
         """
         session = self.session
-        if self.open >= STEP:
+        if self.open >= Open.STEP:
             self.skip_rest()
         session.sync.requests.ask_stop(session.decide(what, why, data={RESUMABLE: True} if what == "left" else None))
         while self.next_step():
@@ -260,7 +270,7 @@ class Training:
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         session = self.session
         first = error and self._fail(error)
-        self.open = OVER
+        self.open = Open.NOTHING
         try:
             with session.hooks.unwinding_of(first):
                 try:
@@ -280,15 +290,14 @@ class Training:
         """End all open sections with an error, and pass it to the callbacks. Return it, or the error of another rank."""
         session, step = self.session, self.session.step
         run, hooks = session.run, session.hooks
-        if self.open == BATCH:
+        if self.open == Open.BATCH:
             hooks.end(raised, Callback.on_batch_end, run, step.batch, step.outputs)
-        if self.open >= STEP:
+        if self.open >= Open.STEP:
             hooks.end(raised, Callback.on_step_end, run)
-        if self.open >= EPOCH:
+        if self.open >= Open.EPOCH:
             session.cursor.leave_epoch()
             hooks.end(raised, Callback.on_epoch_end, run)
         explain(session, raised)
-        error = session.driver.first_error(raised)
-        session.end(session.metrics.losses.failed(error))
+        error = session.fail(raised)
         hooks.end(error, Callback.on_exception, run, error)
         return error

@@ -236,7 +236,7 @@ class Hooks(Callback):
 
     def restore_schedules(self, state: Mapping[str, Any], at: Progress) -> None:
         """Have the schedules go on from what `schedules_at` returned."""
-        self.select_anew()
+        self.invalidate()
         restore(self.triggers.values(), state, at)
 
     def is_due(self, listener: Listener) -> bool:
@@ -244,14 +244,14 @@ class Hooks(Callback):
         calls = self._calls[listener.moment]
         return listener.trigger is not None and not listener.trigger.functions and listener in calls.listeners
 
-    def select_anew(self) -> None:
+    def invalidate(self) -> None:
         """Look at all schedules at the next firing of their moments."""
         for calls in self._calls.values():
-            calls.select_anew()
+            calls.invalidate()
 
-    def measure(self, at: Progress) -> None:
+    def refresh_schedules(self, at: Progress) -> None:
         """Ask schedules anew: at the end of an epoch, which may come early, and with which the length of the run may change."""
-        self.select_anew()
+        self.invalidate()
         before, self._lengths = self._lengths, at.lengths
         for trigger in self.triggers.values():
             trigger.end_epoch(at, changed=before not in ((), at.lengths))

@@ -60,9 +60,9 @@ class Calls:
             own = self._always if trigger is None or trigger.functions else self._listening.setdefault(trigger, [])
             own.append(index)
         self.has_schedules: bool = bool(self._listening)
-        self.select_anew()
+        self.invalidate()
 
-    def select_anew(self) -> None:
+    def invalidate(self) -> None:
         """Ask all schedules at the next firing."""
         steps: list[tuple[float, int, Trigger]] = [(0, index, trigger) for trigger, (index, *_) in self._listening.items()]
         self._asked: dict[str, list[tuple[float, int, Trigger]]] = {"step": steps}

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from cadenza.engine.loop import EPOCH, STEP, Training
+from cadenza.engine.loop import Open, Training
 from cadenza.engine.session import Session
 from cadenza.engine.verbs import StepVerbs
 from cadenza.errors import CheckpointMismatchError, add_note
@@ -180,9 +180,9 @@ class Steps:
             return None
         try:
             training = self._training or self._begin(self._part)
-            if training.open >= STEP:
+            if training.open >= Open.STEP:
                 training.skip_rest()
-            while not (training.open >= EPOCH and training.next_step()):
+            while not (training.open >= Open.EPOCH and training.next_step()):
                 if not training.next_epoch():
                     self._end(None)
                     return None

@@ -226,7 +226,7 @@ class RunDirectory(RecordedRun):
         if time.monotonic() - self._looked_at > _LOOKS_S:
             self.look()
 
-    def make_again(self) -> None:
+    def recreate(self) -> None:
         """Make the directory at its path again, and write ``run.json`` and later lines there.
 
         Raises:

@@ -15,7 +15,7 @@ from cadenza.drivers.consensus import decided
 from cadenza.engine.session import UNDER_WAY
 from cadenza.errors import CheckpointError, DirectoryError, DistributedError
 from cadenza.files.paths import local_path
-from cadenza.loops.part import elsewhere
+from cadenza.loops.run_segment import external_folders
 from cadenza.records.directory import OVER, RecordedRun
 from cadenza.records.reading import read_records
 from cadenza.status.branches import Branch
@@ -40,7 +40,7 @@ class ReplayStart(NamedTuple):
     def on_all_ranks(trainer: Trainer, run: str | PathLike[str], step: int) -> ReplayStart:
         """Return the start on all ranks, or raise an error on all of them. Every rank must call this."""
         _check_trainer(trainer)
-        start = lambda steps: ReplayStart.of(local_path(run), steps, elsewhere(trainer.callbacks))  # noqa: E731
+        start = lambda steps: ReplayStart.of(local_path(run), steps, external_folders(trainer.callbacks))  # noqa: E731
         return decided(trainer.driver.meeting, lambda: _checked(trainer, step), start, _failed)
 
     @staticmethod

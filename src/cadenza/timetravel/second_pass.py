@@ -22,7 +22,7 @@ from cadenza.engine.session import Session
 from cadenza.errors import CheckpointMismatchError, DataError
 from cadenza.loading.batches import moved, rebuilt, tensors_in
 from cadenza.loading.rng import RNGState, preserve_rng_state
-from cadenza.loops.part import Recipe
+from cadenza.loops.run_segment import TrainerArguments
 from cadenza.optim.model_state import load_into, state_of
 from cadenza.optim.non_finite import all_finite, first_not_finite, tensors_at
 from cadenza.optim.parameters import modules_of
@@ -65,7 +65,7 @@ class RepeatedStep:
         return f"<RepeatedStep: step {self.step}, {compared}{where}>"
 
 
-def replay_capsule(trainer: Recipe, path: str | PathLike[str]) -> RepeatedStep:
+def replay_capsule(trainer: TrainerArguments, path: str | PathLike[str]) -> RepeatedStep:
     """Repeat the forward and backward passes of the step in a capsule, and find the first number that is not finite.
 
     Call it in a debugger. The model gets the weights of the capsule, and keeps them. Its gradients are those of the step. No
@@ -84,7 +84,7 @@ def replay_capsule(trainer: Recipe, path: str | PathLike[str]) -> RepeatedStep:
         DistributedError: The step calls a collective, and other ranks take no part.
         TypeError: `trainer` is no trainer, or has a ``step_fn``, which does not say what the forward pass is.
     """
-    if not isinstance(trainer, Recipe):
+    if not isinstance(trainer, TrainerArguments):
         raise TypeError(f"replay_capsule(trainer, path) takes a Trainer first; got a {type(trainer).__name__}")
     if trainer.step_fn is not None:
         raise TypeError("replay_capsule repeats compute_loss, and this trainer has a step_fn. Use replay_step.")
@@ -92,7 +92,7 @@ def replay_capsule(trainer: Recipe, path: str | PathLike[str]) -> RepeatedStep:
     if capsule.state["batches"] is None:
         left_out = capsule.facts.get("batches_left_out", "")
         raise DataError(f"the capsule {str(capsule.path)!r} holds no batches: {left_out}. Use replay_step.")
-    session = _alone(trainer)._new_session()
+    session = _alone(trainer)._make_session()
     _load_weights(session, capsule)
     batches = [moved(batch, session.driver.device) for batch in capsule.state["batches"]]
     states = [RNGState.from_plain(state) for state in capsule.state["rng"]]
@@ -107,7 +107,7 @@ def replay_capsule(trainer: Recipe, path: str | PathLike[str]) -> RepeatedStep:
     return RepeatedStep(facts["step"], batches, located.losses, recorded, located, facts["weights_exact"], facts)
 
 
-def _alone(trainer: Recipe) -> Recipe:
+def _alone(trainer: TrainerArguments) -> TrainerArguments:
     """Return a trainer that does not wrap the model for multiple ranks."""
     again = copy(trainer)
     if trainer.driver.world_size > 1:

@@ -175,8 +175,8 @@ class _Playing(Trainer):
         while training.next_epoch():
             self.player.play_epoch(training.session)
 
-    def _new_session(self, part: Any = None, files: Any = None, make_run: Any = _RecordedRun) -> Session:
-        session = super()._new_session(part, files, make_run)
+    def _make_session(self, part: Any = None, files: Any = None, make_run: Any = _RecordedRun) -> Session:
+        session = super()._make_session(part, files, make_run)
         session.advises = False
         session.arguments = dict(self.recorded_arguments)
         return session
@@ -264,7 +264,7 @@ class _Player(Callback):
             session.metrics.history.add(record)
             session.hooks.on_log(session.run, record)
         session.hooks.on_step_end(session.run)
-        boundary.reach(session, after_step=True)
+        boundary.run_boundary(session, after_step=True)
 
 
 class _Batches:

@@ -309,7 +309,7 @@ class _Witness(Callback):
         """Train, and pause before each step from the target on. A run that is being left ends its epoch."""
         session = training.session
         while training.next_epoch():
-            while not self.leaving and training.may_step():
+            while not self.leaving and training.advance():
                 if session.progress.step + 1 >= self.target and self._read_batch(session.cursor):
                     yield
                     self.batch = None

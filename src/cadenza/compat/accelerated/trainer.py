@@ -332,8 +332,8 @@ class _NativeTrainer(NativeTrainer):
     restore: Callable[[Session], None] | None = None
     """Restores a state that is not a native checkpoint."""
 
-    def _set_up(self, session: Session) -> None:
-        super()._set_up(session)
+    def _set_up_session(self, session: Session) -> None:
+        super()._set_up_session(session)
         if self.restore is not None:
             self.restore(session)
 
@@ -342,7 +342,7 @@ class _NativeTrainer(NativeTrainer):
 
     def new_run(self) -> Run:
         """Return a run without training, as the native `evaluate` creates it."""
-        return self._new_session().run
+        return self._make_session().run
 
 
 class TrainerWithTimmScheduler(Trainer):

@@ -23,7 +23,7 @@ from cadenza.drivers import Driver
 from cadenza.engine import boundary, compiled_step, start_checks
 from cadenza.engine.arguments import absolute_folder, check_not_empty, checked_accumulate, checked_debugging, plain_accumulate
 from cadenza.engine.error_context import caller, whereabouts
-from cadenza.engine.loop import OVER, Training
+from cadenza.engine.loop import Open, Training
 from cadenza.engine.module_state import BackwardOfGraphs, breaks_so_far, compile_model, has_graphs, in_evaluation_mode
 from cadenza.engine.monitor import monitors_in
 from cadenza.engine.plan import LIMITS, Plan, plan_changes, plan_in
@@ -55,7 +55,7 @@ from cadenza.status.signals import exit_after_signal
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
-class Recipe:
+class TrainerArguments:
     """The arguments of a run, and the session that is made of them. `repr` and notebooks show those that are set."""
 
     max_epochs: int | None
@@ -139,12 +139,12 @@ class Recipe:
             raise DirectoryError(f"{str(directory)!r} holds no plan. Expected the directory of a run, with a run.json.")
         return plan if before is None else replace(plan, changes=plan_changes(before, plan.text()))
 
-    def _new_session(
-        self, part: Part | None = None, files: RunDirectory | None = None, make_run: Callable[[Session], Run] = Run
+    def _make_session(
+        self, segment: RunSegment | None = None, files: RunDirectory | None = None, make_run: Callable[[Session], Run] = Run
     ) -> Session:
         """Return the session of a part of a run; without one, of an evaluation."""
-        training, loop = part is not None, Loops.FIT if part is None else part.loop
-        given = Settings() if part is None else part.given
+        training, loop = segment is not None, Loops.FIT if segment is None else segment.loop
+        given = Settings() if segment is None else segment.given
         accumulate, loader = self._in_effect(given)
         hooks, several = self._hooks(), self.driver.world_size > 1
         if training:
@@ -172,14 +172,14 @@ class Recipe:
             loop=loop,
             tokens=self.tokens,
             data_seed=self.driver.broadcast(draw_seed(keep=not draws) if self.seed is None else self.seed),
-            replay=part is not None and part.replay,
+            replay=segment is not None and segment.replay,
             arguments=described(self, hooks.callbacks, optimizers) | {"accumulate": plain_accumulate(accumulate)},
             given=given,
             hooks=hooks,
             progress=self._limits(loader),
             directory=self.directory if training else None,
             files=files,
-            rank_log=None if part is None else part.rank_log,
+            rank_log=None if segment is None else segment.rank_log,
             home=self._home,
             make_run=make_run,
         )
@@ -192,7 +192,7 @@ class Recipe:
             module.to(self.driver.device)
         return model
 
-    def _set_up(self, session: Session) -> None:
+    def _set_up_session(self, session: Session) -> None:
         for warning in beforehand(session.hooks)[1]:
             session.warn(warning)
         session.hooks.on_setup(session.run)
@@ -289,10 +289,10 @@ def _optimizers(optimizer: object) -> str:
 
 
 @dataclass(eq=False, repr=False)
-class Part:
+class RunSegment:
     """A run, or the part of one up to where it goes back to a checkpoint, for ``with``: the block does its steps."""
 
-    trainer: Recipe
+    trainer: TrainerArguments
     """The arguments of the run."""
     resume: bool | str | PathLike[str] | GoBack
     """Where the run begins: that of `Trainer.fit`, or where it goes back to."""
@@ -328,7 +328,7 @@ class Part:
             self._ending.__exit__(type(error), error, error.__traceback__)
             return
         with self._ending:
-            if self._training.open != OVER:
+            if self._training.open != Open.NOTHING:
                 self._training.finish()
         session = self._training.session
         if session.sync.requests.signal is not None:
@@ -345,7 +345,7 @@ class Part:
             raise RuntimeError("this trainer has a run that is not over. End its loop first, or make another trainer.")
         with trainer.driver.entering("at the start of a run"):
             files = self._opened_files(ending)
-            start = chosen_on_all_ranks(trainer.driver, self.resume, files, elsewhere(trainer.callbacks))
+            start = chosen_on_all_ranks(trainer.driver, self.resume, files, external_folders(trainer.callbacks))
             session, over = self._new_session(files, start)
         trainer._run = session.run
         session.advises &= not isinstance(self.resume, GoBack)  # the part before has said it
@@ -366,7 +366,7 @@ class Part:
         """Return the files of the run directory, on the main process, locked until `ending`. Every rank must call this."""
         trainer, path = self.trainer, self.trainer.directory
         check_not_empty(trainer.loader, trainer.driver.data_shard())
-        given = self.resume, elsewhere(trainer.callbacks)
+        given = self.resume, external_folders(trainer.callbacks)
         files = start_checks.main_only(trainer.driver, lambda: resumption.opened(path, *given)) if path else None
         if files is not None:
             ending.callback(files.release)
@@ -377,7 +377,7 @@ class Part:
         trainer, driver = self.trainer, self.trainer.driver
         self.rank_log = RankLog.of(trainer.directory, driver.rank)  # before the main process can print
         before_fit(trainer.callbacks, trainer.model)
-        session = trainer._new_session(self, files)
+        session = trainer._make_session(self, files)
         session.restored.branch, session.restored.recovery = start.branch, start.recovery
         if driver.broadcast(start_checks.main_only(driver, lambda: resumption.is_over(files, session.progress, start))):
             return session, True
@@ -398,7 +398,7 @@ class Part:
             "plan": trainer._plan(session.optimizers, session.hooks, session).text(),
         }
         facts |= {"override": self.given.shown()} if self.given.override else {}
-        facts |= {"checkpoints": folders} if (folders := elsewhere(trainer.callbacks)) else {}
+        facts |= {"checkpoints": folders} if (folders := external_folders(trainer.callbacks)) else {}
         facts |= {"monitors": monitors} if (monitors := monitors_in(session.hooks)) else {}
         return facts
 
@@ -416,7 +416,7 @@ class Part:
     def _set_up(self, session: Session, start: Start) -> None:
         """Set up the run, and restore it if it resumes."""
         trainer, resume = self.trainer, self.resume
-        trainer._set_up(session)
+        trainer._set_up_session(session)
         if trainer.driver.after_start is not None:
             session.acts.after_step(trainer.driver.after_start)
         trainer.driver.check_trainable(session.module)  # after the callbacks, which may change layers
@@ -436,7 +436,7 @@ class Part:
             start.loaded = None  # its memory is free during the training
 
 
-def elsewhere(callbacks: Iterable[BaseCallback]) -> list[str]:
+def external_folders(callbacks: Iterable[BaseCallback]) -> list[str]:
     """Return the folders and URLs of checkpoints outside of the run directory."""
     return [callback.directory for callback in callbacks if isinstance(callback, Checkpoint) and callback.directory]
 
@@ -454,8 +454,7 @@ def _end(session: Session, kind: object, raised: BaseException | None, traceback
             start_checks.note_never_fired(session)
         _write_outcome(session)
         return
-    error = session.driver.first_error(ended)
-    session.end(session.metrics.losses.failed(error))
+    error = session.fail(ended)
     try:
         _write_outcome(session)
     except OSError as later:  # the first error is the one that is raised
