@@ -19,7 +19,7 @@ import pytest
 import cadenza
 
 SOURCE = Path(cadenza.__file__).parent
-WING = re.compile(r"(?:cadenza|tests)\.(?:compat|parallel|report|timetravel|trackers)\b")
+WING = re.compile(r"(?:cadenza|tests)\.(?:compat|compiled|parallel|report|steering|timetravel|trackers)\b")
 SIGNS = [r"\b[Aa]bsent\b", "is in a wing", rf"(?:package|No module named) '{WING.pattern}"]
 """What the report of a failed test says if the test needs a wing. The stand-ins add their names."""
 

@@ -17,7 +17,6 @@ from cadenza.checkpoint.resumption import beginning
 from cadenza.checkpoint.weights import Choice
 from cadenza.drivers import Driver, driver_of
 from cadenza.engine import arguments as checks
-from cadenza.engine import compiled_step
 from cadenza.engine import evaluation as evaluating
 from cadenza.engine.arguments import Accumulate
 from cadenza.engine.dry_run import Beginning, Calendar, calendar_of
@@ -160,8 +159,6 @@ class Trainer(TrainerArguments):
             compile=options_of(compile),
             notes=notes,
         )
-        if self._compile_step is not None:
-            compiled_step.check_arguments(self.driver, precision, own_step=step_fn is not None)
         self._is_new = isinstance(directory, NewDirectory)
         self.driver.check(optimizer=optimizer, precision=precision)
         self.driver.check_model(module)
@@ -309,7 +306,7 @@ class Trainer(TrainerArguments):
         """
         if self.step_fn is not None:
             raise TypeError("trainer.steps() takes no step_fn=: the loop does what a step_fn does. Remove it, or call fit().")
-        if self._compile_step is not None:
+        if self._step_compiler is not None:
             raise TypeError("trainer.steps() computes no compiled step: the loop does it. Use compile=True, or call fit().")
         part = self._part(resume, override, strict=strict, replay=replay, loop=Loops.STEPS)
         return Steps(part, self.callbacks, strict=strict)

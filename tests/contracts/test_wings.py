@@ -80,6 +80,7 @@ facts["commands"] = {line: command(*line.split()) for line in lines}
 facts["errors"] = {line: error_of(line) for line in (
     "from cadenza.callbacks import Capsule", "import cadenza; cadenza.sinks.Wandb", "import cadenza; cadenza.timetravel",
     "from cadenza.compat.nemo import core", "Trainer.from_lightning(None)",
+    "from cadenza.testing import tiny_trainer; tiny_trainer(compile='step')",
     "import os, cadenza; os.mkdir('dcp'); open('dcp/.metadata', 'w').close(); cadenza.load_weights('dcp', None)",
 )}
 print("FACTS", json.dumps(facts))
@@ -147,6 +148,9 @@ def test_a_name_of_an_absent_wing_is_an_error_that_says_which_one(facts: Facts) 
         "from cadenza.compat.nemo import core": "No module named 'cadenza.compat'",
         "import os, cadenza; os.mkdir('dcp'); open('dcp/.metadata', 'w').close(); cadenza.load_weights('dcp', None)": (
             f"the folder dcp needs the package 'cadenza.parallel'{end}"
+        ),
+        "from cadenza.testing import tiny_trainer; tiny_trainer(compile='step')": (
+            f"compile='step' needs the package 'cadenza.compiled'{end}"
         ),
         "Trainer.from_lightning(None)": f"Trainer.from_lightning needs the package 'cadenza.compat'{end}",
     }

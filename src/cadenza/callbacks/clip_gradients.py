@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,6 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
 from cadenza.drivers.name_patterns import Choice, check_choice, named_matches
 from cadenza.drivers.sharding import is_sharded, locals_of, total_norm
-from cadenza.engine.compiled_step import Clip
 from cadenza.hooks.listener import Listener, silent
 from cadenza.hooks.moments import Callback
 from cadenza.hooks.numbers import check_real
@@ -24,6 +23,20 @@ from cadenza.text.hints import answered, renamed
 
 if TYPE_CHECKING:
     from cadenza.run import Run
+
+
+class Clip(NamedTuple):
+    """How a callback clips gradients by their norm, within a compiled step."""
+
+    function: Callable[[list[Tensor], Tensor, float], tuple[Tensor, Tensor]]
+    """Returns the norm of gradients, and what they are multiplied by, each of shape ()."""
+    max_norm: float
+    """An input of the function, so a schedule compiles nothing."""
+    norm_type: float
+    chosen: frozenset[int] | None
+    """The ids of the parameters; None for all."""
+    note: Callable[[Any, Tensor], None]
+    """Called with the run and the norm."""
 
 
 class ClipGradients(Callback, Compared):

@@ -16,7 +16,6 @@ from cadenza.checkpoint.store import Loaded, Stored
 from cadenza.checkpoint.store.reading import check_moments
 from cadenza.drivers.sharding import laid_out, optimizer_laid_out
 from cadenza.engine import boundary
-from cadenza.engine.compiled_step import CompiledStep
 from cadenza.engine.session import Loops, Session
 from cadenza.errors import CadenzaError, CheckpointMismatchError, DataError
 from cadenza.loading import Consumed, num_batches
@@ -67,9 +66,9 @@ Owner = Callable[[Session], Any]
 """Returns the object in a run that has the state."""
 
 
-def _state(name: str, owner: Owner, *, each_rank: bool = False) -> Part:
+def _state(name: str, owner: Owner, **options: bool) -> Part:
     """Return the part of an object that has ``state_dict`` and ``load_state_dict``."""
-    return Part(name, lambda run: owner(run).state_dict(), lambda to, item: owner(to.session).load_state_dict(item), each_rank)
+    return Part(name, lambda run: owner(run).state_dict(), lambda to, item: owner(to.session).load_state_dict(item), **options)
 
 
 def _attribute(name: str, owner: Owner) -> Part:
@@ -150,15 +149,6 @@ def _data_of(session: Session) -> dict[str, Any] | None:
     return {"dealt": shard.share_data, "batches": length_of(session.loader), "past": [list(turns) for turns in inherited]}
 
 
-def _compiled(session: Session) -> dict[str, Any] | None:
-    return session.compute.state_dict() if isinstance(session.compute, CompiledStep) else None
-
-
-def _take_compiled(to: Target, state: Mapping[str, Any]) -> None:
-    if isinstance(to.session.compute, CompiledStep):
-        to.session.compute.load_state_dict(state)
-
-
 def _unused_gradients(session: Session) -> dict[int, Tensor]:
     """Return the gradients of this rank that no update has used yet, by the index of their parameter."""
     return {i: p.grad for i, p in enumerate(parameters_of(session.optimizers)) if p.grad is not None}
@@ -197,7 +187,7 @@ _TRAINING = (
         optional=True,
     ),
     _state("precision", lambda session: session.precision),
-    Part("compiled", _compiled, _take_compiled, optional=True),
+    _state("compiled", lambda session: session.precision.backward_pass, optional=True),
     _attribute("weight_unit", lambda session: session.step),
     Part("switched", lambda session: session.module_flags.changed(), _switched),
     Part("given", lambda session: session.given.table(session.run), fixed=True),

@@ -97,6 +97,13 @@ def leave_epoch(session: Session) -> None:
     run_boundary(session)
 
 
+def fail(session: Session, raised: BaseException) -> BaseException:
+    """End the run with an error; return it, or that of the rank that failed first."""
+    error = session.driver.first_error(raised)
+    session.end(session.metrics.losses.failed(error))
+    return error
+
+
 def close(session: Session) -> None:
     """Deliver the last records, then close what callbacks opened, the last one first. An earlier error stays the first."""
     session.sync.close()

@@ -384,7 +384,7 @@ _LIBRARIES = tuple(
 )
 _PHASES = {
     **_IN_LOOP,
-    ("cadenza.engine.boundary", "reach"): "the step boundary",
+    ("cadenza.engine.boundary", "run_boundary"): "the step boundary",
     ("cadenza.engine.evaluation", "evaluate"): "an evaluation",
     ("cadenza.engine.evaluation", "predict"): "a prediction",
     ("cadenza.engine.loop", "Training.begin"): "the start of the run",

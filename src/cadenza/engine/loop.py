@@ -298,6 +298,6 @@ class Training:
             session.cursor.leave_epoch()
             hooks.end(raised, Callback.on_epoch_end, run)
         explain(session, raised)
-        error = session.fail(raised)
+        error = boundary.fail(session, raised)
         hooks.end(error, Callback.on_exception, run, error)
         return error

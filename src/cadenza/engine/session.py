@@ -194,12 +194,6 @@ class Session:
         self.outcome = outcome
         self.sync.broken = outcome.kind == "failed"
 
-    def fail(self, raised: BaseException) -> BaseException:
-        """End the run with an error; return it, or that of the rank that failed first."""
-        error = self.driver.first_error(raised)
-        self.end(self.metrics.losses.failed(error))
-        return error
-
     # -- what it says ------------------------------------------------------------------------------
 
     def decide(self, what: str, why: str, *, who: str | None = None, data: Mapping[str, Any] | None = None) -> Decision:

@@ -16,7 +16,6 @@ from torch.utils.hooks import RemovableHandle
 
 from cadenza.drivers.sharding import local
 from cadenza.engine import weight_update
-from cadenza.engine.compiled_step import CompiledStep
 from cadenza.engine.session import Loops, Session
 from cadenza.engine.start_checks import check_computes_batch, warn_of_new_doubts
 from cadenza.errors import LossError
@@ -437,7 +436,7 @@ class OwnCalls:
         If no optimizer had any, the first update is enough. Called between steps.
         """
         session, progress = self._session, self._session.progress
-        compiled = session.compute.updated() if isinstance(session.compute, CompiledStep) else ()  # without the hooks
+        compiled = session.precision.backward_pass.updated()
         known = self._trained.union(compiled, session.step.left_out)  # left out, as its gradients are not finite
         for optimizer in [*self._waiting]:
             if optimizer in known or not any(parameter.requires_grad for parameter in parameters_of([optimizer])):

@@ -20,7 +20,7 @@ from cadenza.checkpoint import resumption
 from cadenza.checkpoint.resumption import Start, chosen_on_all_ranks
 from cadenza.checkpoint.snapshot import config_of
 from cadenza.drivers import Driver
-from cadenza.engine import boundary, compiled_step, start_checks
+from cadenza.engine import boundary, start_checks
 from cadenza.engine.arguments import absolute_folder, check_not_empty, checked_accumulate, checked_debugging, plain_accumulate
 from cadenza.engine.error_context import caller, whereabouts
 from cadenza.engine.loop import Open, Training
@@ -32,6 +32,7 @@ from cadenza.engine.step_state import SharedProgress
 from cadenza.errors import DirectoryError, add_note
 from cadenza.hooks.dispatch import Hooks
 from cadenza.hooks.moments import BaseCallback, Callback
+from cadenza.lazy import imported
 from cadenza.loading import num_batches
 from cadenza.loading.loaders import check_loader
 from cadenza.loading.rng import derive_seed, draw_seed, seed_all
@@ -78,9 +79,12 @@ class TrainerArguments:
     notes: InitVar[list[str]]  # for the plan
 
     def __post_init__(self, compile: dict[str, Any] | None, notes: list[str]) -> None:
-        is_step = compile is not None and compile.pop("step", False)
-        self._compile: dict[str, Any] | None = None if is_step else compile
-        self._compile_step: dict[str, Any] | None = compile if is_step else None
+        self._compile: dict[str, Any] | None = compile
+        self._step_compiler: Any = None  # of ``compile="step"``
+        if compile is not None and compile.pop("step", False):
+            wing, own_step = imported("cadenza.compiled.step", needed_by="compile='step'"), self.step_fn is not None
+            self._step_compiler = wing.StepCompiler(compile, self.driver, self.precision, own_step=own_step)
+            self._compile = None
         self._notes, self._home = notes, working_directory()
         self._names_ranks_after_s = checked_debugging(self.debug_ranks)  # None: calls of the ranks are not compared
         self._facts: dict[str, Any] = {}  # what an adapter adds to the arguments that sinks get
@@ -109,8 +113,8 @@ class TrainerArguments:
     def _checked(self, optimizers: object) -> list[Optimizer]:
         own_step = self.step_fn is not None or updates.is_kept(self.optimizer)
         checked = updates.checked(optimizers, self.model, own_step=own_step)
-        if self._compile_step is not None:
-            compiled_step.check_optimizers(checked)
+        if self._step_compiler is not None:
+            self._step_compiler.check_optimizers(checked)
         return checked
 
     def _plan(self, optimizers: Sequence[Optimizer], hooks: Hooks, session: Session | None = None) -> Plan:
@@ -121,13 +125,13 @@ class TrainerArguments:
                 f"{name}={value if isinstance(value, str) else brief(value)}" for name, value in self._compile.items()
             )
         )
-        compiled = compiled if self._compile_step is None else "step"
+        compiled = compiled if self._step_compiler is None else "step"
         facts = {"on": self.driver.device, "in": self.precision, "compiled": compiled, "seed": self.seed}
         facts = {name: value for name, value in (*facts.items(), ("into", self.directory)) if value is not None}
         own, kind = self._own_optimizer, self.driver.device.type
         notes = [*updates.notes(optimizers, self.model, own=own, device_type=kind), *loader_hints(self.loader), *self._notes]
         notes += [*_frozen_modes(self.model, optimizers), *beforehand(hooks)[0]]
-        notes += () if self._compile_step is None else compiled_step.notes(hooks)
+        notes += () if self._step_compiler is None else self._step_compiler.notes(hooks)
         limits = self._limits(self.loader if session is None else session.loader)
         return Plan(hooks, limits, self.accumulate if session is None else session.accumulate, facts, notes)
 
@@ -205,8 +209,8 @@ class TrainerArguments:
         start_checks.check_computes(session)
         start_checks.check_evaluation_loaders(session)
         start_checks.warn_of_doubts(session, own_optimizer=self._own_optimizer)
-        if self._compile_step is not None:
-            compiled_step.CompiledStep.install(session, self._compile_step)
+        if self._step_compiler is not None:
+            self._step_compiler.install(session)
         if self._compile is not None:
             one_pass = self.accumulate == 1 and self.step_fn is None and session.loop is Loops.FIT  # in each step
             if has_graphs(self._compile) and not one_pass:
@@ -454,7 +458,7 @@ def _end(session: Session, kind: object, raised: BaseException | None, traceback
             start_checks.note_never_fired(session)
         _write_outcome(session)
         return
-    error = session.fail(ended)
+    error = boundary.fail(session, ended)
     try:
         _write_outcome(session)
     except OSError as later:  # the first error is the one that is raised

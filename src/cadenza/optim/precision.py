@@ -51,6 +51,17 @@ class BackwardPass:
             given = (torch.ones_like(loss) * scale).to(loss.dtype)
         self._engine((loss,), (given,), False, False, self.inputs, allow_unreachable=True, accumulate_grad=True)
 
+    def updated(self) -> Sequence[Optimizer]:
+        """Return the optimizers that were updated with the last backward pass: see `cadenza.compiled`."""
+        return ()
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """Return the state for a checkpoint; None without one."""
+        return None
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore a state that `state_dict` returned."""
+
 
 class Precision:
     """Plain float32: tensors keep their formats."""

@@ -23,6 +23,7 @@ from torch.optim.adam import adam
 from torch.optim.sgd import sgd
 from torch.utils import _pytree as pytree
 
+from cadenza.callbacks.clip_gradients import Clip
 from cadenza.drivers.base import Driver
 from cadenza.engine.session import Session
 from cadenza.hooks.dispatch import Closer, Hooks
@@ -58,20 +59,6 @@ _SETTINGS = ("betas", "momentum", "dampening", "weight_decay", "eps", "nesterov"
 _INSTEAD = "compile=True compiles the model alone."
 
 
-class Clip(NamedTuple):
-    """How a callback clips gradients by their norm, within the compiled function."""
-
-    function: Callable[[list[Tensor], Tensor, float], tuple[Tensor, Tensor]]
-    """Returns the norm of gradients, and what they are multiplied by, each of shape ()."""
-    max_norm: float
-    """An input of the function, so a schedule compiles nothing."""
-    norm_type: float
-    chosen: frozenset[int] | None
-    """The ids of the parameters; None for all."""
-    note: Callable[[Any, Tensor], None]
-    """Called with the run and the norm."""
-
-
 class Group(NamedTuple):
     """A parameter group, as the compiled function takes it."""
 
@@ -87,54 +74,75 @@ class Group(NamedTuple):
     settings: dict[str, Any]
 
 
-# -- checks of the arguments, and lines of the plan -------------------------------------------------
+# -- the argument of a trainer ---------------------------------------------------------------------
 
 
-def check_arguments(driver: Driver, precision: str, *, own_step: bool) -> None:
-    """Raise `ValueError` for arguments of a trainer with which no step can be compiled as a whole."""
-    import torch._dynamo  # here, as it takes seconds
+class StepCompiler:
+    """Compiles the steps of the runs of a trainer.
 
-    reason = None
-    if own_step:
-        reason = "a step_fn, and the loop of cadenza.attach, do the step themselves"
-    elif precision == "fp16":
-        reason = "precision='fp16' looks at the gradients between backward pass and update. Use 'bf16' or 'fp32'"
-    elif driver.world_size > 1 or driver.reduces:
-        reason = f"it works in one process without a wrapper of the model; got {driver!r}"
-    elif not hasattr(torch._dynamo.config, "trace_autograd_ops"):
-        reason = f"torch {torch.__version__} cannot compile torch.autograd.grad. Expected 2.13 or later"
-    if reason is not None:
-        raise ValueError(f"compile='step' compiles the whole step of fit(), but {reason}. {_INSTEAD}")
+    Args:
+        options: Arguments of ``torch.compile``.
+        driver: The driver of the trainer.
+        precision: Its precision.
+        own_step: Whether a ``step_fn`` or the loop of `attach` does the step.
 
+    Raises:
+        ValueError: With one of the arguments no step can be compiled as a whole.
+    """
 
-def check_optimizers(optimizers: Sequence[Optimizer]) -> None:
-    """Raise `ValueError` for an optimizer that cannot be part of the compiled function."""
-    for optimizer in optimizers:
-        name = type(optimizer).__name__
-        if type(optimizer) not in _STATE:
-            raise ValueError(f"compile='step' compiles the updates of SGD, Adam and AdamW; got {name}. {_INSTEAD}")
-        for group in optimizer.param_groups:
-            tensors = [key for key in _SETTINGS if any(isinstance(part, Tensor) for part in pytree.tree_leaves(group.get(key)))]
-            if group.get("differentiable") or tensors:
-                given = "differentiable=True" if not tensors else f"{tensors[0]} as a tensor"
-                raise ValueError(f"compile='step' does not support {name} with {given}. {_INSTEAD}")
+    def __init__(self, options: Mapping[str, Any], driver: Driver, precision: str, *, own_step: bool) -> None:
+        import torch._dynamo  # here, as it takes seconds
 
+        self._options = options
+        reason = None
+        if own_step:
+            reason = "a step_fn, and the loop of cadenza.attach, do the step themselves"
+        elif precision == "fp16":
+            reason = "precision='fp16' looks at the gradients between backward pass and update. Use 'bf16' or 'fp32'"
+        elif driver.world_size > 1 or driver.reduces:
+            reason = f"it works in one process without a wrapper of the model; got {driver!r}"
+        elif not hasattr(torch._dynamo.config, "trace_autograd_ops"):
+            reason = f"torch {torch.__version__} cannot compile torch.autograd.grad. Expected 2.13 or later"
+        if reason is not None:
+            raise ValueError(f"compile='step' compiles the whole step of fit(), but {reason}. {_INSTEAD}")
 
-def notes(hooks: Hooks) -> Iterator[str]:
-    """Yield the lines of a plan: the parts of the graph, and the listeners that split steps."""
-    yield (
-        "compile: forward pass, backward pass, clipping and update are one graph, which rounds differently (about 1e-6) than "
-        "uncompiled steps"
-    )
-    for listener in _splitting(hooks):
-        listens = f"compile: {listener.owner} listens to {listener.moment.__name__}"
-        if listener.schedule is None:
-            yield f"! {listens} in each step, so every step runs uncompiled. Remove it, or give it a schedule"
-        else:
-            yield (
-                f"{listens} {listener.schedule}: such a step runs uncompiled, at its full cost. Without this callback, results "
-                "differ by rounding"
-            )
+    def check_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
+        """Raise `ValueError` for an optimizer that cannot be part of the compiled function."""
+        for optimizer in optimizers:
+            name = type(optimizer).__name__
+            if type(optimizer) not in _STATE:
+                raise ValueError(f"compile='step' compiles the updates of SGD, Adam and AdamW; got {name}. {_INSTEAD}")
+            for group in optimizer.param_groups:
+                tensors = [
+                    key for key in _SETTINGS if any(isinstance(part, Tensor) for part in pytree.tree_leaves(group.get(key)))
+                ]
+                if group.get("differentiable") or tensors:
+                    given = "differentiable=True" if not tensors else f"{tensors[0]} as a tensor"
+                    raise ValueError(f"compile='step' does not support {name} with {given}. {_INSTEAD}")
+
+    def notes(self, hooks: Hooks) -> Iterator[str]:
+        """Yield the lines of a plan: the parts of the graph, and the listeners that split steps."""
+        yield (
+            "compile: forward pass, backward pass, clipping and update are one graph, which rounds differently (about 1e-6) "
+            "than uncompiled steps"
+        )
+        for listener in _splitting(hooks):
+            listens = f"compile: {listener.owner} listens to {listener.moment.__name__}"
+            if listener.schedule is None:
+                yield f"! {listens} in each step, so every step runs uncompiled. Remove it, or give it a schedule"
+            else:
+                yield (
+                    f"{listens} {listener.schedule}: such a step runs uncompiled, at its full cost. Without this callback, "
+                    "results differ by rounding"
+                )
+
+    def install(self, session: Session) -> None:
+        """Compile the steps of a run that is set up."""
+        self.check_optimizers(session.optimizers)
+        own = session.compute = CompiledStep(session, self._options)
+        precision = session.precision
+        precision.backward_pass, precision.take_step = own, own.step
+        session.acts.closers.append(Closer(None, partial(_put_back, precision)))
 
 
 def _splitting(hooks: Hooks) -> Iterator[Listener]:
@@ -181,17 +189,6 @@ class CompiledStep(BackwardPass):
         self._is_updated = False
         self._shape: str | None = None  # of the batches that are compiled
         self._unused: list[int] = []  # the parameters without a gradient, by their index
-
-    @classmethod
-    def install(cls, session: Session, options: Mapping[str, Any]) -> None:
-        """Compile the steps of a run that is set up."""
-        check_optimizers(session.optimizers)
-        own = cls(session, options)
-        session.compute = own
-        precision = session.precision
-        precision.backward_pass = own
-        precision.take_step = own.step
-        session.acts.closers.append(Closer(None, partial(_put_back, precision)))
 
     def __call__(self, *arguments: Any) -> Any:
         """Compute a batch of the model; or, with a loss, add its gradients."""

@@ -27,7 +27,7 @@ from cadenza.callbacks import (
     StopOnNonFinite,
     Warmup,
 )
-from cadenza.engine.compiled_step import CompiledStep
+from cadenza.compiled.step import CompiledStep
 from cadenza.engine.session import session_of
 from cadenza.testing import tiny_trainer
 
