@@ -21,7 +21,7 @@ from cadenza.hooks.dispatch import unwinding
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import Callback
 from cadenza.optim.parameters import parameters_of
-from cadenza.optim.precision import Precision, Scaled
+from cadenza.optim.precision import BackwardPass, Precision, Scaled
 from cadenza.run import Run
 
 if TYPE_CHECKING:
@@ -257,6 +257,7 @@ class Hooked(Precision):
     def __init__(self, adapted: AdaptedRun, inner: Precision) -> None:
         self._adapted, self._inner = adapted, inner
         self.name: str = inner.name
+        self.backward_pass: BackwardPass = inner.backward_pass
 
     def wrap(self, compute: Callable[..., Any]) -> Callable[..., Any]:
         return self._inner.wrap(compute)
