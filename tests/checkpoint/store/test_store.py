@@ -219,7 +219,7 @@ def test_a_newer_format_is_refused_with_both_numbers(tmp_path: Path) -> None:
     rewrite_manifest(tmp_path / two.name)
     assert step_in(store, two) == 2
     rewrite_manifest(tmp_path / two.name, format=7)
-    with pytest.raises(CheckpointFormatError, match=r"it has format 7, and this version reads up to 3\. Update cadenza\."):
+    with pytest.raises(CheckpointFormatError, match=r"it has format 7, and this version reads 1 and 3\. Use the version"):
         store.verify(two)
     assert latest(store)[0] == one
 
