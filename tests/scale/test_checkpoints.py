@@ -21,7 +21,7 @@ from cadenza import Callback, Trainer, on, supervised
 from cadenza.callbacks import Checkpoint
 from cadenza.checkpoint.store import Content, Loaded, Saved, Store
 from cadenza.checkpoint.store.content import Part, write_part, write_whole
-from cadenza.checkpoint.store.files import LocalFiles, RemoteFiles
+from cadenza.checkpoint.store.files import LocalFiles
 from cadenza.checkpoint.store.shards import Shard, Stored, layout_of, part_file
 from cadenza.drivers import Driver
 from cadenza.drivers.consensus import ALONE, Meeting
@@ -30,6 +30,7 @@ from cadenza.drivers.sharding import chunk_of
 from cadenza.errors import CheckpointError, DistributedError, StateError
 from cadenza.files.disk import Unflushed
 from cadenza.loading.rng import RNGState
+from cadenza.parallel.remote_files import RemoteFiles
 from cadenza.status.encoding import encode, host_copy
 from cadenza.testing import launch
 from tests.distributed.drivers import ddp, fsdp, single

@@ -22,9 +22,10 @@ from cadenza import Trainer, load_weights
 from cadenza.callbacks import Checkpoint
 from cadenza.checkpoint.catalogue import checkpoint_at
 from cadenza.checkpoint.store import Content, Saved, Store
-from cadenza.checkpoint.store.files import Facts, RemoteFiles
+from cadenza.checkpoint.store.files import Facts
 from cadenza.errors import CheckpointDamagedError, CheckpointError, CheckpointFormatError
 from cadenza.files.disk import Unflushed
+from cadenza.parallel.remote_files import RemoteFiles
 from cadenza.status.encoding import same
 from cadenza.testing import tiny_model, tiny_run, tiny_trainer
 from tests.callbacks.test_checkpoint import Scripted, names
