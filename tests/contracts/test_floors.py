@@ -27,7 +27,7 @@ FLOORS = {  # on a floor, too, a room imports only rooms that stand before it
     4: "engine run",
     5: "checkpoint",
     6: "callbacks loops trainer attaching",
-    7: "testing commands sources compat trackers report steering timetravel parallel __main__",
+    7: "testing commands sources parallel compat trackers report steering timetravel __main__",
 }
 FLOOR_OF = {name: floor for floor, names in FLOORS.items() for name in names.split()}
 ORDER = list(FLOOR_OF)

@@ -1,4 +1,4 @@
-"""Checkpoints of jobs on many machines: folders of torch's distributed checkpoint (DCP), and folders behind URLs."""
+"""Checkpoints of jobs on many machines: folders of torch's distributed checkpoint (DCP), folders behind URLs, SLURM jobs."""
 
 from typing import TYPE_CHECKING
 

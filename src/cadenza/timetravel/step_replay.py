@@ -17,7 +17,6 @@ from typing import Any, Self
 
 from cadenza.callbacks.checkpoint import Checkpoint
 from cadenza.callbacks.save_predictions import SavePredictions
-from cadenza.callbacks.slurm_requeue import SlurmRequeue
 from cadenza.compat.adapter.foreign import ForeignCallback
 from cadenza.engine.loop import END, Training
 from cadenza.engine.monitor import Monitor
@@ -25,6 +24,7 @@ from cadenza.engine.session import Session, session_of
 from cadenza.engine.step_state import Cursor
 from cadenza.errors import DataError, DistributedError, add_note
 from cadenza.hooks.moments import BaseCallback, Callback
+from cadenza.parallel.slurm_requeue import SlurmRequeue
 from cadenza.records.record import Record
 from cadenza.run import Run
 from cadenza.sinks.sink import Sink
