@@ -249,6 +249,23 @@ def test_a_name_that_stands_elsewhere_or_that_other_trainers_have_is_answered(na
     assert str(caught.value).endswith(answer)
 
 
+@pytest.mark.parametrize(
+    ("line", "answer"),
+    [
+        ("from cadenza.callbacks import ModelCheckpoint", "Add Checkpoint(...) to callbacks, and give directory=."),
+        ("from cadenza import seed_everything", "Give Trainer(seed=...)."),
+        ("from cadenza.sinks import EarlyStopping", "Write cadenza.callbacks.EarlyStopping."),
+        ("import cadenza.nothing", "No module named 'cadenza.nothing'"),
+        ("from cadenza.callbacks import _nothing", r"cannot import name '_nothing' from 'cadenza.callbacks'"),
+    ],
+)
+def test_an_import_of_a_name_that_stands_elsewhere_or_that_other_trainers_have_is_answered(line: str, answer: str) -> None:
+    with pytest.raises(ImportError) as caught:
+        exec(line, {})
+    assert answer in str(caught.value)
+    assert not hasattr(cadenza.callbacks, "ModelCheckpoint")
+
+
 TRAINER = "from cadenza import Callback, Trainer, on, supervised"
 PACKAGE, SINKS_ROOM = "import cadenza", "import cadenza; cadenza.sinks"
 README = f"""{TRAINER}

@@ -16,7 +16,7 @@ from cadenza.checkpoint.store import Branch, Entry, Loaded, Saved, Store
 from cadenza.checkpoint.store.checkpoints import not_exact
 from cadenza.checkpoint.store.files import BEST, LAST
 from cadenza.checkpoint.store.manifest import best_text, best_value
-from cadenza.drivers.meta_tensors import is_dcp_folder
+from cadenza.drivers.weight_files import is_dcp_folder
 from cadenza.errors import CheckpointDamagedError, CheckpointError, CheckpointFormatError, DistributedError, nearest
 from cadenza.files.disk import read_object
 from cadenza.files.paths import local_text
