@@ -16,7 +16,6 @@ from types import TracebackType
 from typing import Any, Self
 
 from cadenza.callbacks.checkpoint import Checkpoint
-from cadenza.callbacks.save_predictions import SavePredictions
 from cadenza.compat.adapter.foreign import ForeignCallback
 from cadenza.engine.loop import END, Training
 from cadenza.engine.monitor import Monitor
@@ -34,6 +33,7 @@ from cadenza.testing.proof import depends_on_clock
 from cadenza.timetravel.replay_start import ReplayStart
 from cadenza.trackers.alert import Alert
 from cadenza.trackers.optuna_pruning import OptunaPruning
+from cadenza.trackers.save_predictions import SavePredictions
 from cadenza.trainer import Trainer
 
 
