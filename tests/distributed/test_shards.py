@@ -202,7 +202,7 @@ def test_any_part_of_a_stored_tensor_is_read_and_one_that_is_larger_than_its_fil
     store = Store(f"memory://{tmp_path.name}" if remote else tmp_path)
     numbers = torch.arange(20.0).reshape(5, 4)
     facts = {"step": 1, "exact": True, "reason": "a test", "weights_only": False, "finite": True}
-    content = Content({}, {}, {}, facts, {"a": Shard(numbers, (5, 4), (0, 0))})
+    content = Content({"a": Shard(numbers, (5, 4), (0, 0))}, {}, {}, facts)
     model = store.read(store.write_together(content, ALONE), lazily=True).model
     assert torch.equal(model["a"].read(), numbers)
     assert torch.equal(model["a"].read((slice(1, 4), slice(2, 3))), numbers[1:4, 2:3])

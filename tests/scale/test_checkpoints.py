@@ -48,7 +48,7 @@ def part_of(rank: int, ranks: int) -> Content:
     shard = Shard(torch.full((3, 2), float(rank)), (3 * ranks, 2), (rows.start, 0))
     shards = {f"layers.{number}.weight": shard for number in range(TENSORS)}
     own = None if rank == 0 else encode({"rank": rank, "streams": STREAMS, "loader": {}})
-    return Content({}, {"rank": 0}, {}, dict(FACTS), shards, dict(shards), own)
+    return Content({**shards}, {"rank": 0}, {**shards}, dict(FACTS), own)
 
 
 class Written(NamedTuple):
@@ -68,11 +68,11 @@ def written(folder: Path, ranks: int, real: tuple[int, ...]) -> Written:
 
     def gather(value: Any) -> list[Any]:
         (name, _), _ = messages[0]
-        layout = layout_of(part_of(0, ranks).model_shards, part_of(0, ranks).shards)
+        layout = layout_of(part_of(0, ranks).model, part_of(0, ranks).tensors)
         parts = {}
         for rank in real:
             content = part_of(rank, ranks)
-            assert layout_of(content.model_shards, content.shards) == layout
+            assert layout_of(content.model, content.tensors) == layout
             parts[rank] = write_part(store.files, name, content, Meeting(rank, ranks, gather, broadcast), {})
             told.append(len(pickle.dumps((parts[rank], None))))
         other = Part(dict.fromkeys(("model", "state", "rank"), ABSENT), True, {})

@@ -255,12 +255,17 @@ def header_of(shards: Mapping[str, Shard]) -> dict[str, str]:
     return {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(offsets)}
 
 
-def layout_of(model: Mapping[str, Shard], state: Mapping[str, Shard]) -> Layout:
+def shards_in(values: Mapping[str, Any]) -> dict[str, Shard]:
+    """Return the shards among the tensors of this rank."""
+    return {name: value for name, value in values.items() if isinstance(value, Shard)}
+
+
+def layout_of(model: Mapping[str, Any], state: Mapping[str, Any]) -> Layout:
     """Return the layout of the tensors of which this rank has shards: the same on all ranks that hold the same tensors."""
     return {
         kind: {
             name: {"shape": list(shard.shape), "dtype": str(shard.part.dtype).removeprefix("torch."), **shard.split}
-            for name, shard in shards.items()
+            for name, shard in shards_in(values).items()
         }
-        for kind, shards in ((MODEL, model), (STATE, state))
+        for kind, values in ((MODEL, model), (STATE, state))
     }
