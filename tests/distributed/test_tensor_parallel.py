@@ -325,16 +325,22 @@ OF_DDP: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
 """By option of `DdpDriver`, what returns a value that is not the default, and what reads it from the wrapper of torch."""
 
 
+class Wrapped(Callback):
+    """Keeps the model as the driver has wrapped it."""
+
+    def on_before_backward(self, run: Run, outputs: Any) -> None:
+        self.model = session_of(run).model
+
+
 def test_each_option_of_ddp_reaches_its_wrapper() -> None:
     assert {*OF_DDP} == {*signature(DdpDriver).parameters} - {"device", "share_data", "timeout_s", "comm_hook"}
 
     def reached() -> dict[str, bool]:
         found: dict[str, bool] = {}
         for name, (value_of, read) in OF_DDP.items():
-            value, wrappers = value_of(), list[Any]()
-            note = on(Callback.on_before_backward)(lambda run, outputs, into=wrappers: into.append(session_of(run).model))
-            trainer(model=normed(), driver=ddp(**{name: value}), callbacks=[note], max_steps=1).fit()
-            found[name] = read(wrappers[0]) == value
+            value, wrapped = value_of(), Wrapped()
+            trainer(model=normed(), driver=ddp(**{name: value}), callbacks=[wrapped], max_steps=1).fit()
+            found[name] = read(wrapped.model) == value
         return found
 
     assert on_ranks(reached) == [dict.fromkeys(OF_DDP, True)] * 2
