@@ -223,7 +223,7 @@ def forge(place: Path, saved: Saved, change: Callable[[dict[str, Any]], object])
 
 def sharded(manifest: dict[str, Any], **files: Any) -> None:
     """Make a manifest one of the format with shards, and add files to it."""
-    manifest["format"] = 2
+    manifest |= {"format": 3, "ranks": 1, "rank_bytes": 0}
     manifest["files"] |= files
 
 
@@ -236,8 +236,8 @@ def test_a_manifest_cannot_name_a_file_elsewhere(tmp_path: Path, name: str) -> N
     (tmp_path / "secret").write_text("secret")
 
     none = {"size": 0, "crc32": ""}
-    forge(tmp_path / "place", saved, lambda manifest: sharded(manifest, **{"shards.json": none, name: none}))
-    with pytest.raises(CheckpointFormatError, match="which is not a file of a checkpoint"):
+    forge(tmp_path / "place", saved, lambda manifest: manifest["files"].update({name: none}))
+    with pytest.raises(CheckpointFormatError, match=r"its manifest\.json is not one of cadenza"):
         store.verify(saved)
     assert latest(store)[0] is None
 
@@ -302,20 +302,24 @@ def test_a_pipe_behind_fsspec_is_damage_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("entry", "message"),
     [
-        ({"shape": [10**12], "parts": [["model.safetensors", [0], [10**12]]]}, "larger than its file"),
-        ({"shape": [10**12], "parts": []}, "hold 0 of 1000000000000 numbers"),
-        ({"shape": [2], "parts": [["model.safetensors", [-1], [2]]]}, "does not lie inside"),
-        ({"shape": [2], "parts": [["model.safetensors", [0, 0], [2]]]}, "argument"),
-        ({"shape": ["2"], "parts": []}, "has the shape"),
-        ({"shape": [-2], "parts": []}, "has the shape"),
-        ({"shape": [2], "parts": [["../secret", [0], [2]]]}, "secret"),
+        ({"shape": [10**12], "split": 0}, "larger than its file"),
+        ({"shape": [2], "split": 1}, "is split along 1"),
+        ({"shape": [2], "split": [[0, 2, 1]]}, "is split over"),
+        ({"shape": [2], "split": [[0, -1, 1]]}, "is split over"),
+        ({"shape": [2], "split": [[0, 1]]}, "argument"),
+        ({"shape": [2]}, "split"),
+        ({"shape": ["2"], "split": 0}, "has the shape"),
+        ({"shape": [-2], "split": 0}, "has the shape"),
     ],
 )
 def test_an_index_cannot_ask_for_any_amount_of_memory(tmp_path: Path, entry: dict[str, Any], message: str) -> None:
     store, saved = written(tmp_path)
-    index = json.dumps({"model": {"w": {"dtype": "float32", **entry}}, "state": {}}).encode()
-    found = store.files.write(f"{saved.name}/shards.json", index)
-    forge(tmp_path, saved, lambda manifest: sharded(manifest, **{"shards.json": found}))
+    shard = store.files.write_tensors(f"{saved.name}/model-00001-of-00001.safetensors", {})
+    parts = {"model": [[shard["size"], shard["crc32"]]], "state": [None], "rank": [None]}
+    index = {"model": {"w": {"dtype": "float32", **entry}}, "state": {}}
+    names = {"shards.json": index, "parts.json": parts}
+    found = {name: store.files.write(f"{saved.name}/{name}", json.dumps(value).encode()) for name, value in names.items()}
+    forge(tmp_path, saved, lambda manifest: sharded(manifest, **found))
     with pytest.raises(CheckpointFormatError, match=message):
         store.read(saved)
 

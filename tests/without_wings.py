@@ -1,7 +1,7 @@
 """A plugin of pytest for a copy of the package without the folders of the wings: tests that use a wing are skipped.
 
-Names of a wing that the files of tests import, or read from ``cadenza.callbacks`` and ``cadenza.sinks``, are stand-ins. The
-package itself gets none: what the core imports must be there.
+Names of a wing that the files of tests import, or read from ``cadenza.callbacks``, ``cadenza.loading`` and
+``cadenza.sinks``, are stand-ins. The package itself gets none: what the core imports must be there.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import pytest
 import cadenza
 
 SOURCE = Path(cadenza.__file__).parent
-WING = re.compile(r"(?:cadenza|tests)\.(?:compat|compiled|parallel|report|steering|timetravel|trackers)\b")
+WING = re.compile(r"(?:cadenza|tests)\.(?:compat|compiled|parallel|report|sources|steering|timetravel|trackers)\b")
 SIGNS = [r"\b[Aa]bsent\b", "is in a wing", rf"(?:package|No module named) '{WING.pattern}"]
 """What the report of a failed test says if the test needs a wing. The stand-ins add their names."""
 
@@ -81,7 +81,7 @@ USUAL_IMPORT = builtins.__import__
 
 def pytest_configure() -> None:
     """Put the stand-ins where files of tests find them."""
-    for package in (cadenza.callbacks, cadenza.sinks):
+    for package in (cadenza.callbacks, cadenza.loading, cadenza.sinks):
         tree = ast.parse(Path(str(package.__file__)).read_text(encoding="utf-8"))
         for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom) and WING.match(node.module or ""):

@@ -42,7 +42,30 @@ def contents(package: str) -> tuple[list[str], Callable[[str], Any], Callable[[]
     def directory() -> list[str]:
         return sorted({*vars(sys.modules[package]), *home_of, *modules})
 
+    if not _NAMES:
+        sys.meta_path.append(_Advice)
+    _NAMES[package] = {*home_of, *modules}
     return sorted(home_of), get, directory
+
+
+_NAMES: dict[str, set[str]] = {}
+"""By package that is a table of contents, its names."""
+
+
+class _Advice:
+    """The last finder of modules: ``from cadenza.callbacks import ModelCheckpoint`` looks for a module of this name, too."""
+
+    @staticmethod
+    def find_spec(module: str, path: object = None, target: object = None) -> None:
+        """Raise `ImportError`, with what to use instead, for a name that a package does not have. Find nothing."""
+        package, _, name = module.rpartition(".")
+        if package in _NAMES and not name.startswith("_") and name not in _NAMES[package]:
+            if name.islower() and name not in import_module("cadenza.text.hints").hints("names"):  # it can be a module
+                return
+            try:
+                getattr(sys.modules[package], name)
+            except AttributeError as error:
+                raise ImportError(str(error)) from None
 
 
 def imported(module: str, *, needed_by: str) -> ModuleType:

@@ -14,7 +14,7 @@ import pytest
 
 from cadenza import Callback, Run, Trainer, on
 from cadenza.callbacks import Best, Checkpoint, Evaluate
-from cadenza.checkpoint.keep_rules import Keep, Known, line_of, parts_of, rule_of
+from cadenza.checkpoint.keep_rules import CheckpointRule, Keep, Known, line_of, parts_of, rule_of
 from cadenza.checkpoint.retention import Retention, kept_by
 from cadenza.checkpoint.store import Saved, Store
 from cadenza.checkpoint.store.files import LocalFiles
@@ -111,6 +111,22 @@ def test_of_a_step_that_was_saved_twice_the_one_at_which_a_run_can_continue_coun
 )  # fmt: skip
 def test_rules_are_joined_in_a_list_or_by_a_bar(keep: Keep) -> None:
     assert {repr(one) for one in parts_of(keep)} == {"Last(2)", "Best('eval/acc', 3, mode='max')", "Every('6 h')"}
+
+
+class Even(CheckpointRule):
+    """Keeps the checkpoints of even steps: a rule as a contributor writes one."""
+
+    def keeps(self, line: Sequence[Known]) -> list[Known]:
+        return [one for one in line if one.saved.step % 2 == 0]
+
+    def __repr__(self) -> str:
+        return "Even()"
+
+
+@pytest.mark.parametrize("keep", [Even() | Last(1), Last(1) | Even(), Even() | Best("eval/acc", mode="max") | Last(1)])
+def test_a_rule_of_a_new_class_is_joined_by_a_bar_and_keeps_what_it_says(keep: Keep) -> None:
+    assert {"Even()", "Last(1)"} <= {repr(one) for one in parts_of(keep)}
+    assert sorted({step for rule in parts_of(keep) for step in steps(rule)}) == [2, 4, 6, 8, 12]
 
 
 BESIDE = r"keep=\.\.\.\) takes all rules, and keep_last= and keep_best= are short for"

@@ -27,7 +27,7 @@ FLOORS = {  # on a floor, too, a room imports only rooms that stand before it
     4: "engine run",
     5: "checkpoint",
     6: "callbacks loops trainer attaching",
-    7: "testing commands compat trackers report steering timetravel parallel compiled __main__",
+    7: "testing commands sources parallel compiled compat trackers report steering timetravel __main__",
 }
 FLOOR_OF = {name: floor for floor, names in FLOORS.items() for name in names.split()}
 ORDER = list(FLOOR_OF)
@@ -247,6 +247,23 @@ def test_a_name_that_stands_elsewhere_or_that_other_trainers_have_is_answered(na
     with pytest.raises(AttributeError) as caught:
         getattr(cadenza, name)
     assert str(caught.value).endswith(answer)
+
+
+@pytest.mark.parametrize(
+    ("line", "answer"),
+    [
+        ("from cadenza.callbacks import ModelCheckpoint", "Add Checkpoint(...) to callbacks, and give directory=."),
+        ("from cadenza import seed_everything", "Give Trainer(seed=...)."),
+        ("from cadenza.sinks import EarlyStopping", "Write cadenza.callbacks.EarlyStopping."),
+        ("import cadenza.nothing", "No module named 'cadenza.nothing'"),
+        ("from cadenza.callbacks import _nothing", r"cannot import name '_nothing' from 'cadenza.callbacks'"),
+    ],
+)
+def test_an_import_of_a_name_that_stands_elsewhere_or_that_other_trainers_have_is_answered(line: str, answer: str) -> None:
+    with pytest.raises(ImportError) as caught:
+        exec(line, {})
+    assert answer in str(caught.value)
+    assert not hasattr(cadenza.callbacks, "ModelCheckpoint")
 
 
 TRAINER = "from cadenza import Callback, Trainer, on, supervised"

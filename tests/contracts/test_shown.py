@@ -161,6 +161,7 @@ def test_nothing_that_a_hook_reads_of_a_run_shows_an_address(run: Run) -> None:
         (LogTraining(10, lr=False), "LogTraining(every='10 steps', lr=False)"),
         (EarlyStopping("eval/loss", mode="min", patience=2), "EarlyStopping(monitor=Monitor('eval/loss', 'min'), patience=2)"),
         (Evaluate([1, 2], name="test", every="2 epochs"), "Evaluate(every='2 epochs', name='test')"),
+        (Evaluate([1, 2], when_better=("eval/acc", "max")), "Evaluate(when_better=('eval/acc', 'max'))"),
         (ClipGradients(max_norm=1.0), "ClipGradients(max_norm=1.0)"),
         (Ema(0.5), "Ema(decay=0.5)"),
         (Warmup("1 epoch"), "Warmup(length='1 epoch')"),

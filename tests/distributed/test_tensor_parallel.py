@@ -6,6 +6,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import Any, cast
 
@@ -311,6 +312,38 @@ class Calls:
 def counting(state: Calls, bucket: Any) -> torch.futures.Future[Tensor]:
     state.count += 1
     return default_hooks.allreduce_hook(None, bucket)  # type: ignore[arg-type]  # None: all ranks
+
+
+OF_DDP: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "find_unused_parameters": (lambda: True, lambda wrapper: wrapper.find_unused_parameters),
+    "static_graph": (lambda: True, lambda wrapper: wrapper.static_graph),
+    "gradient_as_bucket_view": (lambda: True, lambda wrapper: wrapper.gradient_as_bucket_view),
+    "bucket_cap_mb": (lambda: 0.5, lambda wrapper: wrapper.bucket_bytes_cap / 2**20),
+    "broadcast_buffers": (lambda: False, lambda wrapper: wrapper.will_sync_module_buffers()),
+    "process_group": (dist.new_group, lambda wrapper: wrapper.process_group),
+}
+"""By option of `DdpDriver`, what returns a value that is not the default, and what reads it from the wrapper of torch."""
+
+
+class Wrapped(Callback):
+    """Keeps the model as the driver has wrapped it."""
+
+    def on_before_backward(self, run: Run, outputs: Any) -> None:
+        self.model = session_of(run).model
+
+
+def test_each_option_of_ddp_reaches_its_wrapper() -> None:
+    assert {*OF_DDP} == {*signature(DdpDriver).parameters} - {"device", "share_data", "timeout_s", "comm_hook"}
+
+    def reached() -> dict[str, bool]:
+        found: dict[str, bool] = {}
+        for name, (value_of, read) in OF_DDP.items():
+            value, wrapped = value_of(), Wrapped()
+            trainer(model=normed(), driver=ddp(**{name: value}), callbacks=[wrapped], max_steps=1).fit()
+            found[name] = read(wrapped.model) == value
+        return found
+
+    assert on_ranks(reached) == [dict.fromkeys(OF_DDP, True)] * 2
 
 
 def test_the_weights_do_not_depend_on_how_gradients_are_reduced() -> None:

@@ -203,7 +203,7 @@ def test_wrong_paths_are_errors_before_the_first_batch(tmp_path: Path, monkeypat
         predict(tiny_loader(1), to=tmp_path / "folder.csv")
     with pytest.raises(DirectoryError, match=r"cannot write to .*/proc"):
         predict(tiny_loader(1), to="/proc/predictions.csv")
-    monkeypatch.setattr("cadenza.records.tables.find_spec", lambda name: None)
+    monkeypatch.setattr("cadenza.trackers.tables.find_spec", lambda name: None)
     with pytest.raises(MissingExtraError, match=r"needs the package 'pyarrow'.*pip install 'cadenza\[parquet\]'"):
         predict(tiny_loader(1), to=tmp_path / "a.parquet")
     assert recorder.names == []

@@ -19,7 +19,7 @@ import pytest
 import cadenza
 from cadenza import Callback, Run, on
 from cadenza.callbacks import Checkpoint, Evaluate, LogTraining
-from cadenza.errors import DirectoryError
+from cadenza.errors import CheckpointError, DirectoryError
 from cadenza.records import read_decisions, read_records, reading
 from cadenza.records.directory import RunDirectory
 from cadenza.records.logs import GATHER_S, LONGEST_S, GatheredLog
@@ -456,3 +456,11 @@ def test_the_functions_are_public_in_records_and_the_old_path_warns() -> None:
         exec("from cadenza.reading import read_records as found", found)
     assert found["found"] is read_records
     assert caught[0].filename == "<string>"  # the line of the user that imports it
+
+
+def test_a_start_that_fails_leaves_an_empty_directory_empty_and_the_next_run_begins_there(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError):
+        tiny_trainer(directory=tmp_path, steps=1).fit(resume="step-5")
+    assert [*tmp_path.iterdir()] == []
+    tiny_trainer(directory=tmp_path, steps=1).fit()
+    assert (tmp_path / "run.lock").exists()

@@ -21,7 +21,7 @@ from cadenza import Callback, Trainer, on, supervised
 from cadenza.callbacks import Checkpoint
 from cadenza.checkpoint.store import Content, Loaded, Saved, Store
 from cadenza.checkpoint.store.content import Part, write_part, write_whole
-from cadenza.checkpoint.store.files import LocalFiles, RemoteFiles
+from cadenza.checkpoint.store.files import LocalFiles
 from cadenza.checkpoint.store.shards import Shard, Stored, layout_of, part_file
 from cadenza.drivers import Driver
 from cadenza.drivers.consensus import ALONE, Meeting
@@ -30,6 +30,7 @@ from cadenza.drivers.sharding import chunk_of
 from cadenza.errors import CheckpointError, DistributedError, StateError
 from cadenza.files.disk import Unflushed
 from cadenza.loading.rng import RNGState
+from cadenza.parallel.remote_files import RemoteFiles
 from cadenza.status.encoding import encode, host_copy
 from cadenza.testing import launch
 from tests.distributed.drivers import ddp, fsdp, single
@@ -47,7 +48,7 @@ def part_of(rank: int, ranks: int) -> Content:
     shard = Shard(torch.full((3, 2), float(rank)), (3 * ranks, 2), (rows.start, 0))
     shards = {f"layers.{number}.weight": shard for number in range(TENSORS)}
     own = None if rank == 0 else encode({"rank": rank, "streams": STREAMS, "loader": {}})
-    return Content({}, {"rank": 0}, {}, dict(FACTS), shards, dict(shards), own)
+    return Content({**shards}, {"rank": 0}, {**shards}, dict(FACTS), own)
 
 
 class Written(NamedTuple):
@@ -67,11 +68,11 @@ def written(folder: Path, ranks: int, real: tuple[int, ...]) -> Written:
 
     def gather(value: Any) -> list[Any]:
         (name, _), _ = messages[0]
-        layout = layout_of(part_of(0, ranks).model_shards, part_of(0, ranks).shards)
+        layout = layout_of(part_of(0, ranks).model, part_of(0, ranks).tensors)
         parts = {}
         for rank in real:
             content = part_of(rank, ranks)
-            assert layout_of(content.model_shards, content.shards) == layout
+            assert layout_of(content.model, content.tensors) == layout
             parts[rank] = write_part(store.files, name, content, Meeting(rank, ranks, gather, broadcast), {})
             told.append(len(pickle.dumps((parts[rank], None))))
         other = Part(dict.fromkeys(("model", "state", "rank"), ABSENT), True, {})

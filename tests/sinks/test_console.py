@@ -206,7 +206,8 @@ def test_a_bar_fits_and_leaves_one_line(kind: str, width: int) -> None:
 
 RESIZED = """
 import sys, tty
-from cadenza.sinks.progress_renderers import RichRenderer, Row, TqdmRenderer
+from cadenza.sinks.progress_renderers import RichRenderer, Row
+from cadenza.trackers.tqdm_renderer import TqdmRenderer
 
 def rows(done):
     facts = ("loss 0.1234", "3.30 steps/s", "eta 0:14", "6.60 samples/s")

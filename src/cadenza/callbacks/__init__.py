@@ -25,10 +25,8 @@ if TYPE_CHECKING:
     from cadenza.callbacks.omit_frozen import OmitFrozen as OmitFrozen
     from cadenza.callbacks.profile import Profile as Profile
     from cadenza.callbacks.sample_images import SampleImages as SampleImages
-    from cadenza.callbacks.save_predictions import SavePredictions as SavePredictions
     from cadenza.callbacks.schedule_value import ScheduleValue as ScheduleValue
     from cadenza.callbacks.sequence_length import SequenceLength as SequenceLength
-    from cadenza.callbacks.slurm_requeue import SlurmRequeue as SlurmRequeue
     from cadenza.callbacks.stop_on_non_finite import StopOnNonFinite as StopOnNonFinite
     from cadenza.callbacks.summary import Summary as Summary
     from cadenza.callbacks.swa import Swa as Swa
@@ -37,6 +35,7 @@ if TYPE_CHECKING:
     from cadenza.callbacks.timer import Timer as Timer
     from cadenza.callbacks.warmup import Warmup as Warmup
     from cadenza.checkpoint.keep_rules import Best as Best
+    from cadenza.parallel.slurm_requeue import SlurmRequeue as SlurmRequeue
     from cadenza.timetravel.capsule import Capsule as Capsule
     from cadenza.timetravel.finders import FindBatchSize as FindBatchSize
     from cadenza.timetravel.finders import FindLearningRate as FindLearningRate
@@ -49,6 +48,7 @@ if TYPE_CHECKING:
     from cadenza.trackers.alert import Alert as Alert
     from cadenza.trackers.alert_targets import AlertMessage as AlertMessage
     from cadenza.trackers.optuna_pruning import OptunaPruning as OptunaPruning
+    from cadenza.trackers.save_predictions import SavePredictions as SavePredictions
 
     __all__: list[str]
 else:

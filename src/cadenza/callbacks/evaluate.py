@@ -96,8 +96,10 @@ class Evaluate(Callback):
             self.after: Relation = (Averaging,)  # so that the average has the weights of this step
 
     def __repr__(self) -> str:
-        held = self.evaluation
-        return as_call(self, brief_setting, name=held.name, metrics=[*held.metrics], compute=held.compute, limit=held.limit)
+        held, monitor = self.evaluation, self.monitor
+        pair = None if monitor is None else (monitor.name, monitor.mode)
+        settings = {"name": held.name, "metrics": [*held.metrics], "compute": held.compute, "limit": held.limit}
+        return as_call(self, brief_setting, when_better=pair, **settings)
 
     def listeners(self) -> list[Listener]:
         notes = [counted(self.evaluation.limit, "batch")] if self.evaluation.limit else []

@@ -16,7 +16,7 @@ from cadenza.checkpoint.store import Branch, Entry, Loaded, Saved, Store
 from cadenza.checkpoint.store.checkpoints import not_exact
 from cadenza.checkpoint.store.files import BEST, LAST
 from cadenza.checkpoint.store.manifest import best_text, best_value
-from cadenza.drivers.meta_tensors import is_dcp_folder
+from cadenza.drivers.weight_files import is_dcp_folder
 from cadenza.errors import CheckpointDamagedError, CheckpointError, CheckpointFormatError, DistributedError, nearest
 from cadenza.files.disk import read_object
 from cadenza.files.paths import local_text
@@ -421,9 +421,15 @@ T = TypeVar("T")
 
 
 class Reader:
-    """Reads checkpoints, and keeps the last one, so that no checkpoint is read twice while a start is chosen."""
+    """Reads checkpoints, and keeps the last one, so that no checkpoint is read twice while a start is chosen.
 
-    def __init__(self) -> None:
+    Args:
+        driver: Read on all its ranks what the main process reads, which learns the problems of all; None: on this one.
+        keep: Keep the shards of this rank in memory when they are verified.
+    """
+
+    def __init__(self, driver: Driver | None = None, *, keep: bool = True) -> None:
+        self._driver, self._keep = driver, keep
         self.last: tuple[str, Loaded] | None = None
         """The path of the checkpoint that was read last, and its content."""
 
@@ -435,7 +441,10 @@ class Reader:
         """
         if self.last is None or self.last[0] != entry.path:
             self.last = None  # its memory is free before the next one is read
-            self.last = entry.path, self._read(entry)
+            read = (
+                entry.store.read(entry.saved, lazily=True) if self._driver is None else self._on_all_ranks(entry, self._driver)
+            )
+            self.last = entry.path, read
         return self.last[1]
 
     def problem(self, entry: Entry, *, exact: bool = False) -> str | None:
@@ -451,22 +460,11 @@ class Reader:
             return str(error)
         return why
 
-    def _read(self, entry: Entry) -> Loaded:
-        return entry.store.read(entry.saved, lazily=True)
-
-
-class _OnAllRanks(Reader):
-    """Reads on all ranks what the main process chooses. The main process learns the problems of all ranks."""
-
-    def __init__(self, driver: Driver, *, keep: bool) -> None:
-        super().__init__()
-        self._driver, self._keep = driver, keep
-
-    def _read(self, entry: Entry) -> Loaded:
+    def _on_all_ranks(self, entry: Entry, driver: Driver) -> Loaded:
         # The checksum of the manifest: all ranks must see the same checkpoint.
         order = str(entry.store.files), entry.saved, entry.store.manifest(entry.saved)["crc32"]
-        self._driver.broadcast(order)
-        loaded, problems = self._take_part(*order)
+        driver.broadcast(order)
+        loaded, problems = self._take_part(driver, *order)
         for rank, problem in enumerate(problems):
             if problem is not None:
                 kind, message = problem
@@ -474,28 +472,28 @@ class _OnAllRanks(Reader):
         assert loaded is not None, "a rank that has no problem has read it"
         return loaded
 
-    def follow(self) -> None:
+    def follow(self, driver: Driver) -> None:
         """Read what the main process reads, until it has chosen. Every other rank must call this."""
-        while (order := self._driver.broadcast(None)) is not None:
+        while (order := driver.broadcast(None)) is not None:
             self.last = None
             location, saved, _ = order
-            loaded, _ = self._take_part(*order)
+            loaded, _ = self._take_part(driver, *order)
             self.last = None if loaded is None else (f"{location}/{saved.name}", loaded)
 
-    def _take_part(self, location: str, saved: Saved, crc32: str) -> tuple[Loaded | None, list[Any]]:
+    def _take_part(self, driver: Driver, location: str, saved: Saved, crc32: str) -> tuple[Loaded | None, list[Any]]:
         """Read this rank's part; return it, and on the main process the problems of all ranks."""
         loaded: Loaded | None = None
         problem: tuple[type[CheckpointError], str] | None = None
         try:
-            loaded = self._own(Store(location), saved, crc32)
+            loaded = self._own(driver, Store(location), saved, crc32)
         except (CheckpointDamagedError, CheckpointFormatError) as error:
             problem = type(error), str(error)
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
-            problem = CheckpointError, f"rank {self._driver.rank} cannot read {saved.name}: {why}"
-        return loaded, self._driver.gather_on_main(problem)
+            problem = CheckpointError, f"rank {driver.rank} cannot read {saved.name}: {why}"
+        return loaded, driver.gather_on_main(problem)
 
-    def _own(self, store: Store, saved: Saved, crc32: str) -> Loaded:
+    def _own(self, driver: Driver, store: Store, saved: Saved, crc32: str) -> Loaded:
         manifest = store.entry(saved).manifest
         if manifest is None or manifest["crc32"] != crc32:
             raise LookupError(
@@ -503,7 +501,7 @@ class _OnAllRanks(Reader):
                 f"{store.files}. Each rank reads the checkpoint itself: all machines must see the same folder under the same "
                 "path. Put it on a file system that they share, or copy it to each machine"
             )
-        return store.read(saved, lazily=True, rank=self._driver.rank, ranks=self._driver.world_size, keep=self._keep)
+        return store.read(saved, lazily=True, rank=driver.rank, ranks=driver.world_size, keep=self._keep)
 
 
 def on_all_ranks(driver: Driver, choose: Callable[[Reader], tuple[T, bool]], *, keep: bool = True) -> tuple[T, Loaded | None]:
@@ -519,7 +517,7 @@ def on_all_ranks(driver: Driver, choose: Callable[[Reader], tuple[T, bool]], *, 
         CheckpointError: Nothing can be chosen.
         DistributedError: The main process could not choose.
     """
-    reader = _OnAllRanks(driver, keep=keep) if driver.world_size > 1 else Reader()
+    reader = Reader(driver if driver.world_size > 1 else None, keep=keep)
     choice: tuple[T, bool] | None = None
     error: Exception | None = None
     if driver.is_main:
@@ -529,8 +527,8 @@ def on_all_ranks(driver: Driver, choose: Callable[[Reader], tuple[T, bool]], *, 
             error = raised
         if driver.world_size > 1:
             driver.broadcast(None)  # not in the block: a rank that does not come is no error of the choice
-    elif isinstance(reader, _OnAllRanks):
-        reader.follow()
+    else:
+        reader.follow(driver)
     choice, problem = driver.broadcast((choice, None if error is None else f"{type(error).__name__}: {error}"))
     if error is not None:
         raise error

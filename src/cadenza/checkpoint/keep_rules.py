@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -35,8 +36,31 @@ FORMS = (
 )
 
 
+class JoinedByBar:
+    """What ``|`` joins to `Rules`."""
+
+    __slots__ = ()
+    is_keep_rule: ClassVar[bool] = True
+
+    def __or__(self, other: Keep) -> Rules:
+        return Rules((*parts_of(cast("Keep", self)), *parts_of(other)))
+
+    def __ror__(self, other: Keep) -> Rules:
+        return Rules((*parts_of(other), *parts_of(cast("Keep", self))))
+
+
+class CheckpointRule(JoinedByBar, ABC):
+    """A rule of ``keep=`` that is no schedule."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def keeps(self, line: Sequence[Known]) -> Iterable[Known]:
+        """Return the checkpoints to keep, of a line as `Rule` gets it; the same ones after the others are deleted."""
+
+
 @dataclass(frozen=True, slots=True, repr=False, init=False)
-class Best:
+class Best(CheckpointRule):
     """Keep the checkpoints with the best results of an evaluation: a rule for ``Checkpoint(keep=...)``.
 
     When a result is among the best so far, a checkpoint is written. Of equal results, the earlier is better. A result that is
@@ -59,7 +83,6 @@ class Best:
     monitor: Watched
     count: int
     mode: Mode
-    is_keep_rule: ClassVar[bool] = True
 
     def __init__(self, monitor: Watched, count: int = 1, *, mode: Mode | None = None) -> None:
         watched, direction = watched_and_mode(monitor, mode, owner="Best")
@@ -74,31 +97,30 @@ class Best:
         """The name of the result, or of the function."""
         return name_of(self.monitor)
 
-    def __or__(self, other: Keep) -> Rules:
-        return Rules((self, *parts_of(other)))
+    def keeps(self, line: Sequence[Known]) -> list[Known]:
+        """Return those with the best results; of equal ones, the earlier. A result that is not finite does not count."""
+        sign = -1 if self.mode == "max" else 1
+        judged = [saved for saved in _present(line) if self.name in saved.values and saved.finite]
+        return sorted(judged, key=lambda saved: sign * saved.values[self.name])[: self.count]
 
-    def __ror__(self, other: Keep) -> Rules:
-        return Rules((*parts_of(other), self))
+    def would_keep(self, line: Sequence[Known], value: float) -> bool:
+        """Return whether a checkpoint with this result would be kept, if it were the newest."""
+        kept = [saved.values[self.name] for saved in self.keeps(line)]
+        better = len(kept) < self.count or (value > kept[-1] if self.mode == "max" else value < kept[-1])
+        return math.isfinite(value) and better
 
     def __repr__(self) -> str:
         count = "" if self.count == 1 else f", {self.count}"
         return f"Best({brief(self.monitor)}{count}, mode={self.mode!r})"
 
 
-KeepRule = Schedule | Best | Callable[[Sequence["Known"]], Iterable["Known"]]
+KeepRule = Schedule | CheckpointRule | Callable[[Sequence["Known"]], Iterable["Known"]]
 
 
-class Rules(tuple[KeepRule, ...]):
+class Rules(JoinedByBar, tuple[KeepRule, ...]):
     """Several keep rules: what one of them keeps is kept. ``|`` makes it."""
 
     __slots__ = ()
-    is_keep_rule: ClassVar[bool] = True
-
-    def __or__(self, other: Keep) -> Rules:
-        return Rules((*self, *parts_of(other)))
-
-    def __ror__(self, other: Keep) -> Rules:
-        return Rules((*parts_of(other), *self))
 
     def __repr__(self) -> str:
         return " | ".join(map(repr, self))
@@ -172,8 +194,8 @@ def rule_of(given: KeepRule, limits: Progress | None, accumulate: int = 1) -> Ru
         TypeError: It is no keep rule.
         ScheduleError: It needs a length of the run or of the epoch, which is not known.
     """
-    if isinstance(given, Best):
-        return partial(best_of, given)
+    if isinstance(given, CheckpointRule):
+        return given.keeps
     if callable(given) and not isinstance(given, type):
         return lambda line: given(_present(line))
     kinds: dict[type, Callable[[Span, Sequence[Known]], Iterable[Known]]] = {
@@ -327,20 +349,6 @@ class Kept(NamedTuple):
 
     text: str
     keeps: Rule
-
-
-def best_of(rule: Best, line: Sequence[Known]) -> list[Known]:
-    """Return the checkpoints with the best results; of equal ones, the earlier. A result that is not finite does not count."""
-    sign = -1 if rule.mode == "max" else 1
-    judged = [saved for saved in _present(line) if rule.name in saved.values and saved.finite]
-    return sorted(judged, key=lambda saved: sign * saved.values[rule.name])[: rule.count]
-
-
-def is_among_best(rule: Best, line: Sequence[Known], value: float) -> bool:
-    """Return whether a checkpoint with this result would be kept, if it were the newest."""
-    kept = [saved.values[rule.name] for saved in best_of(rule, line)]
-    better = len(kept) < rule.count or (value > kept[-1] if rule.mode == "max" else value < kept[-1])
-    return math.isfinite(value) and better
 
 
 def _newest_within(span: Span, line: Sequence[Known]) -> Iterable[Known]:

@@ -13,7 +13,7 @@ from operator import attrgetter
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from cadenza.checkpoint.keep_rules import Best, KeepRules, Kept, Known, best_of, is_among_best, line_of
+from cadenza.checkpoint.keep_rules import Best, KeepRules, Kept, Known, line_of
 from cadenza.checkpoint.store import Saved, Store
 from cadenza.checkpoint.store.files import BEST, LAST, best_link
 from cadenza.checkpoint.store.reading import check
@@ -172,7 +172,7 @@ class Retention:
 
     def enters(self, member: Member, watching: Watching) -> bool:
         """Return whether the last result is one to keep."""
-        return is_among_best(watching.best, self._line_of(member), watching.value)
+        return watching.best.would_keep(self._line_of(member), watching.value)
 
     def facts(self, at: Counters, asking: Iterable[str], batches_per_epoch: int | None) -> dict[str, Any]:
         """Return the facts for the manifest of the checkpoint that is written after this step."""
@@ -202,7 +202,7 @@ class Retention:
         bests: list[dict[str, Any]] = []
         for member, watching in self.watching:
             name = watching.best.name
-            for best in best_of(watching.best, self._line_of(member))[:1]:
+            for best in watching.best.keeps(self._line_of(member))[:1]:
                 facts = watching.monitor.best_data(value=best.values[name], step=best.saved.step)
                 averaged = {"weights": best.averaged[name]} if name in best.averaged else {}
                 bests.append({**facts, "checkpoint": best.name, **averaged})

@@ -20,8 +20,8 @@ from cadenza.checkpoint.store.files import is_link_name
 from cadenza.checkpoint.store.manifest import best_brief
 from cadenza.drivers import Driver
 from cadenza.drivers.consensus import agreed
-from cadenza.drivers.meta_tensors import dcp_reader, is_dcp_folder, tensors_in_file
 from cadenza.drivers.sharding import is_sharded, whole
+from cadenza.drivers.weight_files import dcp_reader, is_dcp_folder, tensors_in_file
 from cadenza.engine.session import Session
 from cadenza.errors import CheckpointError, CheckpointMismatchError, nearest
 from cadenza.files.paths import local_path, local_text

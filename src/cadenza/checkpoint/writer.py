@@ -508,28 +508,27 @@ class Attempts:
         except Exception as error:
             save.error = error
             if save.attempts == 1:
-                self._report(Result(save, error, []))
+                self.results.append(Result(save, error, []))
+                self.notify()
             return False
         self.buffers.take_back(content.emptied())
-        pruned = self._pruned(saved)
-        self._unsaved = None
-        self._report(Result(save, saved, pruned))
-        return True
-
-    def _report(self, result: Result) -> None:
-        self.results.append(result)
-        self.notify()
-
-    def _pruned(self, saved: Saved) -> list[str] | Exception:
         try:
-            return self.prune(saved)
+            pruned: list[str] | Exception = self.prune(saved)
         except Exception as error:  # the checkpoint is written, and that counts
-            return error
+            pruned = error
+        self._unsaved = None
+        self.results.append(Result(save, saved, pruned))
+        self.notify()
+        return True
 
     def _write_weights_first(self, content: Content, left_s: float) -> None:
         """Write the weights alone if the time may be too short for the whole checkpoint. Shards are not written alone."""
-        sharded = content.model_shards or content.shards
-        if self.meeting.rank or sharded or content.facts.get("weights_only") or content.nbytes / self._bytes_per_s <= left_s:
+        if (
+            self.meeting.rank
+            or content.is_sharded
+            or content.facts.get("weights_only")
+            or content.nbytes / self._bytes_per_s <= left_s
+        ):
             return
         facts = {**content.facts, "weights_only": True, "reason": f"{content.facts['reason']}, weights first"}
         left_out = {LEFT_OUT: content.plain[LEFT_OUT]} if LEFT_OUT in content.plain else {}

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from cadenza.drivers.group import GroupDriver, Limits, check_switches
-from cadenza.drivers.meta_tensors import Init, check_can_materialize, empty_tensors, is_dcp_folder, materialize
+from cadenza.drivers.meta_tensors import Init, check_can_materialize, empty_tensors, materialize
 from cadenza.drivers.name_patterns import Choice, check_choice, named_matches
 from cadenza.drivers.sharding import Readable, chunk_of
 from cadenza.drivers.tensor_parallel import TensorParallel
+from cadenza.drivers.weight_files import is_dcp_folder
 from cadenza.errors import DistributedError
 from cadenza.status.reprs import brief
 

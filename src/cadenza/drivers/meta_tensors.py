@@ -7,13 +7,10 @@ number of ranks.
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,79 +18,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cadenza.drivers.consensus import Meeting, decided
-from cadenza.drivers.sharding import Region, is_sharded, laid_out, local, region_of, whole
-from cadenza.errors import CheckpointFormatError, DistributedError
-from cadenza.files.paths import local_path
-from cadenza.lazy import imported
+from cadenza.drivers.sharding import is_sharded, laid_out, local, region_of, whole
+from cadenza.drivers.weight_files import tensors_in_file
+from cadenza.errors import DistributedError
 from cadenza.loading.rng import draw_seed, preserve_rng_state, seed_all
 from cadenza.status.formats import counted, few
-
-# -- files of weights ------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class FileTensor:
-    """A tensor in a safetensors file. It is not in memory."""
-
-    file: Any
-    name: str
-    shape: tuple[int, ...]
-
-    def read(self, region: Region | None = None) -> Tensor:
-        """Read the whole tensor, or a part, to the host."""
-        tensor: Tensor = self.file.get_tensor(self.name) if region is None else self.file.get_slice(self.name)[region]
-        return tensor
-
-
-def tensors_in_file(path: str | PathLike[str], aliases: Mapping[str, list[str]] | None = None) -> dict[str, Any]:
-    """Return the tensors of a safetensors file, or of the files that an index names, by name. Only headers are read.
-
-    Args:
-        path: The file, or a ``model.safetensors.index.json`` beside the files, as Hugging Face writes large models. With
-            `aliases`, also a folder of torch's distributed checkpoint.
-        aliases: See `aliases_in`.
-
-    Raises:
-        CheckpointFormatError: It is neither.
-    """
-    target = local_path(path)
-    if aliases is not None and is_dcp_folder(target):
-        return dict(dcp_reader(target).tensors_in(target, aliases))
-    if target.suffix != ".json":
-        return _in_one_file(target)
-    try:
-        names = json.loads(target.read_text(encoding="utf-8"))["weight_map"]
-        files = {file: _in_one_file(target.parent / file) for file in dict.fromkeys(names.values())}
-        return {name: files[file][name] for name, file in names.items()}
-    except (ValueError, LookupError, TypeError, AttributeError, FileNotFoundError) as error:
-        raise CheckpointFormatError(
-            f"{target} is no index of safetensors files ({type(error).__name__}: {error}). Expected a JSON file with a "
-            "'weight_map' that names, for each tensor, a file in the same folder that holds it."
-        ) from None
-
-
-def is_dcp_folder(path: str | PathLike[str]) -> bool:
-    """Return whether a path is that of a folder of torch's distributed checkpoint."""
-    return Path(path, ".metadata").is_file()
-
-
-def dcp_reader(path: str | PathLike[str]) -> Any:
-    """Return the module that reads folders of torch's distributed checkpoint. It is in a wing."""
-    return imported("cadenza.parallel.dcp", needed_by=f"the folder {local_path(path)}")
-
-
-def _in_one_file(path: Path) -> dict[str, FileTensor]:
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        file: Any = safe_open(path, "pt")
-    except SafetensorError as error:
-        raise CheckpointFormatError(
-            f"{path} is no safetensors file ({error}). A pickle (.pt, .pth, .bin, .ckpt) could run code and is not read here: "
-            "load it with torch.load(..., weights_only=True) and model.load_state_dict, if you trust it."
-        ) from None
-    return {name: FileTensor(file, name, tuple(file.get_slice(name).get_shape())) for name in file.keys()}  # noqa: SIM118
-
 
 Init = Callable[[nn.Module], object]
 """Sets the tensors that a module holds itself, in place, as ``reset_parameters`` does."""

@@ -26,7 +26,7 @@ from cadenza.hooks.numbers import whole_number
 from cadenza.hooks.schedule import Schedule
 from cadenza.loading.evaluation import Metric
 from cadenza.loading.loaders import check_loader, length_of
-from cadenza.loading.mixture import Mixture
+from cadenza.loading.resumable_base import Composite
 from cadenza.loading.rng import preserve_rng_state, seed_all
 from cadenza.loading.shards import Shard, check_enough_batches
 from cadenza.optim.precision import check_precision
@@ -321,7 +321,7 @@ def check_schedule(owner: str, schedule: Schedule, limits: Progress) -> None:
 
 def check_not_empty(loader: Any, shard: Shard, what: str = "the training loader") -> None:
     """Raise `DataError` if the training loader, or one in a mixture, is known to have no batch, or fewer batches than ranks."""
-    if isinstance(loader, Mixture):
+    if isinstance(loader, Composite):
         for name, value in loader.loaders.items():
             check_not_empty(value, shard, f"the loader {name!r}")
         return

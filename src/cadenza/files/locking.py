@@ -57,27 +57,28 @@ class FolderLock:
         self._owner = os.getpid()
         self._file: TextIO | None = None
         self._holder: Path | None = None
-        self._keys = _keys_of(folder)
+        self._path, self._keys = folder / LOCK, _keys_of(folder)
         _free_in_children()
         with _GUARD:
             if not _HELD.isdisjoint(self._keys):
                 raise HeldError(f"{_this_process()}, by a run that has not ended. Wait for it")
-            file = _opened(folder / LOCK)
-            try:
-                self._take(folder, file)
-            except BaseException:
-                file.close()
-                raise
-            self._file = file
+            self._is_new = not self._path.exists()
+            self._file = self._locked(folder)
             _HELD.update(self._keys)
             _LOCKS.add(self)
 
-    def release(self) -> None:
-        """Release the folder. May be called again. A copy in a forked child releases nothing."""
+    def release(self, *, unused: bool = False) -> None:
+        """Release the folder. May be called again. A copy in a forked child releases nothing.
+
+        With `unused`, the lock file is removed if this lock has made it.
+        """
         if self._file is None or os.getpid() != self._owner:
             return
         with _GUARD:
             file, self._file = self._file, None
+            if unused and self._is_new:
+                with suppress(OSError):  # an open file cannot be removed on Windows
+                    self._path.unlink()
             if self._holder is not None:
                 self._holder.unlink(missing_ok=True)
             else:  # not by closing alone: a child that did not go through Python's fork may hold a copy
@@ -88,6 +89,21 @@ class FolderLock:
 
     def __del__(self) -> None:
         self.release()
+
+    def _locked(self, folder: Path) -> TextIO:
+        """Return the lock file, locked."""
+        for _ in range(3):
+            file = _opened(self._path)
+            try:
+                self._take(folder, file)
+                with suppress(FileNotFoundError):
+                    if os.path.samestat(os.fstat(file.fileno()), self._path.stat()):  # else it was removed in the meantime
+                        return file
+            except BaseException:
+                file.close()
+                raise
+            file.close()
+        raise HeldError("another process, which started at the same moment. Wait for it, stop it")
 
     def _take(self, folder: Path, file: TextIO) -> None:
         try:

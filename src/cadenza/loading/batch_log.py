@@ -13,13 +13,12 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
 
+from cadenza.lazy import imported
 from cadenza.loading.batches import uses_torch_iteration
 from cadenza.loading.loaders import Limited, length_of
-from cadenza.loading.mixture import PASS, Mixture
-from cadenza.loading.resumable_base import Located, ResumableLoader
+from cadenza.loading.resumable_base import PASS, Composite, Located, ResumableLoader, is_sharded_stream
 from cadenza.loading.resumable_loader import resumable
 from cadenza.loading.shards import Consumed, Shard
-from cadenza.loading.streams import is_sharded_stream
 from cadenza.loading.tensors import TensorBatches
 from cadenza.status.run_info import BatchSamples, StepSamples
 
@@ -253,10 +252,8 @@ def described(loader: Any, rank: int = 0) -> dict[str, Any]:
     """
     if isinstance(loader, Limited):
         return {"kind": "limited", "count": loader.count, "loader": described(loader.loader, rank)}
-    if isinstance(loader, Mixture):
-        weights = {} if loader.weights is None else {"weights": loader.weights}
-        loaders = {name: described(value, rank) for name, value in loader.loaders.items()}
-        return {"kind": "mixture", "mode": loader.mode, "stop": loader.stop, **weights, "loaders": loaders}
+    if isinstance(loader, Composite):
+        return loader.description(rank)
     if isinstance(loader, TensorBatches):
         names = ("samples", "batch_size", "drop_last", "shuffle", "seed")
         return {"kind": "tensors", **{name: getattr(loader, name) for name in names}}
@@ -324,8 +321,7 @@ def rebuilt(description: Mapping[str, Any], rank: int) -> Any:
     if kind == "limited":
         return Limited(rebuilt(description["loader"], rank), description["count"])
     if kind == "mixture":
-        loaders = {name: rebuilt(value, rank) for name, value in description["loaders"].items()}
-        return Mixture(loaders, description["mode"], weights=description.get("weights"), stop=description["stop"])
+        return imported("cadenza.sources.mixture", needed_by="a run of a Mixture").Mixture.rebuilt(description, rank)
     if kind == "tensors":
         options = {name: description[name] for name in ("batch_size", "drop_last", "shuffle", "seed")}
         return TensorBatches(torch.empty(description["samples"], 0), **options)

@@ -16,9 +16,8 @@ from cadenza.errors import DataError
 from cadenza.loading import TensorBatches, resumable
 from cadenza.loading.batches import SampleCounter, with_sample_counts
 from cadenza.loading.loaders import Limited, check_loader, length_of, one_pass
-from cadenza.loading.mixture import Mixture, separate_source, set_source
+from cadenza.loading.resumable_base import Composite, is_sharded_stream, separate_source, set_source
 from cadenza.loading.shards import Shard
-from cadenza.loading.streams import is_sharded_stream
 from cadenza.status.formats import counted
 
 if TYPE_CHECKING:
@@ -75,8 +74,7 @@ class Evaluation(SampleCounter):
         if not name or "/" in name:
             raise ValueError(f"name must be the first part of the names of the results, without '/'; got {name!r}")
         self.loader: Iterable[Any] = loader
-        mixed = isinstance(loader, Mixture) and loader.mode != "zip"
-        self.sources: dict[str, Iterable[Any]] = loader.leaves() if mixed and isinstance(loader, Mixture) else {}
+        self.sources: dict[str, Iterable[Any]] = loader.leaves() if isinstance(loader, Composite) else {}
         """By name, the loaders of a `Mixture` that are evaluated one after another; none for other loaders."""
         self.source: str | None = None
         """The name of the loader in `sources` that the current batch comes from, or the last one."""
@@ -170,12 +168,12 @@ class Evaluation(SampleCounter):
     def _read(self, run: Run, given: Iterable[Any], data_seed: int) -> Iterator[Any]:
         loader, epoch = self._limited(given), run.progress.epoch
         shard = self._shard(run)
-        if self.ranks == 1 and not isinstance(given, Mixture):
+        if self.ranks == 1 and not isinstance(given, Composite):
             if isinstance(given, TensorBatches) or is_sharded_stream(given):  # it must not depend on the number of evaluations
                 loader = resumable(loader, data_seed).batches(epoch, 0)
             yield from self.counted(one_pass(with_sample_counts(loader)))
             return
-        whole = isinstance(given, Mixture) and given.stop == "longest"
+        whole = isinstance(given, Composite) and given.begins_new_passes
         source = resumable(loader, data_seed, shard=shard)
         if whole and source.shard.share_data:  # the pairs of new passes are those of one process
             source = resumable(loader, data_seed)

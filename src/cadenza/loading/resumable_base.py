@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import copy
 from itertools import islice
 from typing import Any, NamedTuple
 
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from cadenza.errors import DataError, nearest
-from cadenza.loading.batches import SampleCounter
+from cadenza.loading.batches import SampleCounter, uses_torch_iteration
 from cadenza.loading.loaders import end_workers
 from cadenza.loading.rng import isolated_rng
-from cadenza.loading.shards import Shard
+from cadenza.loading.shards import Shard, has_shards
 
 
 class Located(NamedTuple):
@@ -88,6 +91,45 @@ class ResumableLoader(SampleCounter, ABC):
         """End persistent workers. No batches are read after it."""
 
 
+PASS = 2**20
+"""Added to the epoch of a loader in each new pass."""
+
+
+def current_source() -> str | None:
+    """Return the name of the loader in a `Mixture` that the current batch of this thread comes from.
+
+    Use it in ``compute_loss``, in a ``step_fn`` and in hooks. A batch of a nested mixture has a name such as ``"web/english"``.
+    None for a batch that comes from no mixture, or from one in the mode ``"zip"``.
+
+    >>> from cadenza.loading import Mixture, resumable
+    >>> [(current_source(), batch) for batch in resumable(Mixture({"a": [1], "b": [10]}, mode="cycle"), 0).batches(0, 0)]
+    [('a', 1), ('b', 10)]
+    """
+    return _CURRENT.name
+
+
+@contextmanager
+def separate_source() -> Iterator[None]:
+    """Begin without a current source, for an evaluation; restore the current source at the end."""
+    before, _CURRENT.name = _CURRENT.name, None
+    try:
+        yield
+    finally:
+        _CURRENT.name = before
+
+
+def set_source(name: str | None) -> None:
+    """Set what `current_source` returns."""
+    _CURRENT.name = name
+
+
+class _Current(threading.local):
+    name: str | None = None
+
+
+_CURRENT = _Current()
+
+
 END: Any = object()
 """Returned instead of a batch by loaders that have no more."""
 
@@ -111,6 +153,43 @@ def no_position() -> DataError:
         "the checkpoint holds no position for this loader: it was saved with another kind of loader. Resume with that kind, or "
         "read and discard the batches with fit(resume=..., replay=True)."
     )
+
+
+class Composite(ABC):
+    """A loader that reads other loaders, such as a `Mixture`."""
+
+    loaders: dict[str, Iterable[Any]]
+    """By name, the loaders."""
+
+    @abstractmethod
+    def resumable(self, seed: int, shard: Shard, **options: Any) -> ResumableLoader:
+        """Return it in a form that can be resumed; `options` are further arguments of `resumable` for each of the loaders."""
+
+    @abstractmethod
+    def num_batches(self, shard: Shard) -> int | None:
+        """Return how many batches a rank gets in one pass; None if that is not known."""
+
+    @abstractmethod
+    def settings(self) -> dict[str, Any]:
+        """Return the settings, by the name of the argument that sets each."""
+
+    @abstractmethod
+    def description(self, rank: int) -> dict[str, Any]:
+        """Return all that the order depends on, as plain data; see `cadenza.loading.batch_log.described`."""
+
+    @abstractmethod
+    def leaves(self) -> dict[str, Iterable[Any]]:
+        """Return by name the loaders that an evaluation reads one after another; empty if it reads this as one loader."""
+
+    @property
+    @abstractmethod
+    def begins_new_passes(self) -> bool:
+        """Whether a loader that is at its end begins a new pass in the same epoch."""
+
+
+def is_sharded_stream(loader: object) -> bool:
+    """Return whether `loader` is a `DataLoader` over a data set with ``shards()`` and ``read_shard(shard, start)``."""
+    return isinstance(loader, DataLoader) and uses_torch_iteration(loader) and has_shards(loader.dataset)
 
 
 class LimitedLoader(ResumableLoader):

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
-from dataclasses import replace
 from itertools import count, islice
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, IterDataPipe, get_worker_info
 
-from cadenza.errors import DataError
+from cadenza.lazy import imported
 from cadenza.loading.batches import CountingCollate, uses_torch_iteration, with_sample_counts
 from cadenza.loading.loaders import Limited, end_workers, length_of, set_loader_epoch
-from cadenza.loading.mixture import PASS, Mixture, SourcePosition, length_in_rounds, rounds, set_source
-from cadenza.loading.resumable_base import LimitedLoader, Located, ResumableLoader, no_position, read_with_seeds
+from cadenza.loading.resumable_base import (
+    Composite,
+    LimitedLoader,
+    Located,
+    ResumableLoader,
+    is_sharded_stream,
+    no_position,
+    read_with_seeds,
+)
 from cadenza.loading.rng import derive_seed, isolated_rng, seed_host, seeds_below
 from cadenza.loading.seeded import MapStyleLoader, SeededWorkerInit
 from cadenza.loading.shards import PERMUTED, PositionBatches, Shard, batches_of_rank
-from cadenza.loading.streams import ShardedStream, is_sharded_stream
 from cadenza.loading.tensors import TensorBatches
 
 # -- workers that stay -----------------------------------------------------------------------------
@@ -111,8 +116,8 @@ def resumable(
         permuted: The largest number of samples in a shuffled epoch with the order of ``torch.randperm``. Above it, each batch
             of indices is computed when it is read (`cadenza.loading.shards.KeyedOrder`).
     """
-    if isinstance(loader, Mixture):
-        return MixedLoader(loader, seed, shard or Shard(), replay=replay, pin=pin, permuted=permuted)
+    if isinstance(loader, Composite):
+        return loader.resumable(seed, shard or Shard(), replay=replay, pin=pin, permuted=permuted)
     given, shard = shard or Shard(), (shard or Shard()).for_loader(loader)
     if isinstance(loader, Limited):
         inner = resumable(loader.loader, seed, replay=replay, shard=shard, pin=pin, permuted=permuted)
@@ -124,7 +129,9 @@ def resumable(
             return MapStyleLoader(loader, seed, shard, pin=pin, permuted=permuted)
         if is_sharded_stream(loader):
             part = (given.rank, given.world_size) if given.share_data else (0, 1)
-            return ShardedStream(loader, seed, shard, part, replay=replay, pin=pin)
+            streams = imported("cadenza.sources.sharded_stream", needed_by=f"{type(loader.dataset).__name__}.shards()")
+            stream: ResumableLoader = streams.ShardedStream(loader, seed, shard, part, replay=replay, pin=pin)
+            return stream
         if hasattr(loader.dataset, "state_dict") and not loader.num_workers and not replay:
             return _Stateful(with_sample_counts(loader), loader.dataset, seed, shard)
     if isinstance(loader, TensorBatches):
@@ -144,8 +151,8 @@ def num_batches(loader: object, shard: Shard) -> int | None:
     >>> num_batches([1, 2, 3, 4, 5], Shard(rank=0, world_size=1)), num_batches([1, 2, 3, 4, 5], Shard(rank=0, world_size=2))
     (5, 2)
     """
-    if isinstance(loader, Mixture):
-        return _num_mixed_batches(loader, shard)
+    if isinstance(loader, Composite):
+        return loader.num_batches(shard)
     if isinstance(loader, Limited):
         inner = num_batches(loader.loader, shard)
         limit = shard.limit(loader.count)
@@ -343,220 +350,3 @@ def _with_seeds(
     finally:
         for generator, state in given:  # the next epoch and the next run must start from the user's seed as well
             generator.set_state(state)
-
-
-# -- mixtures --------------------------------------------------------------------------------------
-
-
-class MixedLoader(ResumableLoader):
-    """A `Mixture`, resumable. Its state has the position in each loader.
-
-    Args:
-        mixture: The loaders.
-        seed: The seed of the run.
-        shard: The shard that this rank reads of each loader that is not sharded already.
-        options: Further arguments of `resumable` for each of the loaders.
-    """
-
-    def __init__(self, mixture: Mixture, seed: int, shard: Shard, **options: Any) -> None:
-        self._mixture, self._seed, self._given, self._options = mixture, seed, shard, options
-        self._names, self._loaders = list(mixture.loaders), list(mixture.loaders.values())
-        self._positions = [SourcePosition() for _ in self._names]
-        self._sources: dict[int, ResumableLoader] = {}
-        self._restored: Mapping[str, Any] | None = None
-        self._last: dict[int, Any] = {}
-        self._replicated_at: int | None = None
-        self.source: str | None = None
-        """The name of the loader that the last batch comes from; None in the mode zip."""
-        self.shard: Shard = self._shard_of_all()
-
-    @property
-    def obstacle(self) -> str | None:
-        return next((why for index in range(len(self._names)) if (why := self._source(index).obstacle) is not None), None)
-
-    def check_inside(self, skip: int) -> None:
-        """Do nothing: the positions in the loaders decide, when these are read."""
-
-    def batches(self, epoch: int, skip: int) -> Iterator[Any]:
-        restored, self._restored = self._restored, None
-        self._positions, self._replicated_at = self._positions_at(epoch, skip, restored), None
-        if skip:
-            self._sources.clear()  # they are opened again with the part of their pass that other world sizes have read
-        for index, name in enumerate(self._names if skip and restored else ()):
-            if restored and (state := restored["loaders"][name]["state"]) is not None:
-                self._source(index).load_state_dict(state)
-        given = rounds(self._mixture, self._positions, lambda i, at: self._pass(epoch, i, at), self._seed, epoch, skip)
-        return self._noted(given, skip)
-
-    def state_dict(self) -> dict[str, Any]:
-        if self._restored is not None:  # nothing was read since
-            return dict(self._restored)
-        loaders = {}
-        for index, (name, at) in enumerate(zip(self._names, self._positions, strict=True)):
-            inside = at.read and index in self._sources
-            loaders[name] = {
-                "passes": at.passes,
-                "read": at.read,
-                "ended": at.ended,
-                "consumed": [list(done) for done in at.consumed],
-                "state": self._sources[index].state_dict() if inside else None,
-            }
-        return {"ranks": self._given.world_size, "source": self.source, "loaders": loaders}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._restored = state if list(state.get("loaders", ())) == self._names else None
-        if self._restored is not None:
-            self.source = state["source"]
-            set_source(self.source)
-
-    @property
-    def replicated_at(self) -> int | None:
-        return self._replicated_at
-
-    def size_of(self, batch: Any) -> int:
-        """Return the number of samples in the last batch; in the mode zip, the sum over the loaders."""
-        if self._mixture.mode != "zip":
-            index = next(iter(self._last), None)
-            return super().size_of(batch) if index is None else self._sources[index].size_of(batch)
-        alike = self._given.rank > 0 and self._replicated_at is None  # then a part that all ranks train on counts on rank 0
-        parts = self._mixture.parts_of(batch)
-        return sum(
-            self._sources[index].size_of(parts[name])
-            for index, name in enumerate(self._names)
-            if not (alike and self._is_replicated(index))
-        )
-
-    def indices(self, epoch: int, number: int) -> Sequence[Any] | None:
-        """Return the indices in the dataset of the loader that batch `number` comes from; None in the mode zip."""
-        return (
-            None if self._mixture.mode == "zip" else next((position.indices for position in self.located(epoch, number)), None)
-        )
-
-    def located(self, epoch: int, number: int) -> list[Located]:
-        positions = self._walked(epoch, number)
-        if positions is None:
-            return [Located("", epoch, number, None)]
-        walk, found = _walk(self._mixture, positions, self._given, self._seed, epoch, number), list[Located]()
-        for index in next(walk, ()):
-            at, name = positions[index], self._names[index]
-            inside = self._open(index, at).located(epoch + at.passes * PASS, at.read - 1)
-            found += [position._replace(source=f"{name}/{position.source}" if position.source else name) for position in inside]
-        return found
-
-    # -- positions ---------------------------------------------------------------------------------
-
-    def _shard_of_all(self) -> Shard:
-        """Return the shard with ``share_data=False`` if one of the loaders is sharded already."""
-        shards = [self._source(index).shard for index in range(len(self._names))]
-        return replace(self._given, share_data=all(shard.share_data for shard in shards))
-
-    def close(self) -> None:
-        for source in self._sources.values():
-            source.close()
-
-    def _source(self, index: int) -> ResumableLoader:
-        """Return one of the loaders, resumable, at its position."""
-        if index not in self._sources:
-            self._sources[index] = self._open(index, self._positions[index])
-        return self._sources[index]
-
-    def _open(self, index: int, at: SourcePosition) -> ResumableLoader:
-        shard = self._given.resumed(at.consumed)
-        return resumable(self._loaders[index], derive_seed(self._seed, index + 1), shard=shard, **self._options)
-
-    def _pass(self, epoch: int, index: int, at: SourcePosition) -> Iterator[Any]:
-        return self._source(index).batches(epoch + at.passes * PASS, at.read)
-
-    def _positions_at(self, epoch: int, skip: int, restored: Mapping[str, Any] | None) -> list[SourcePosition]:
-        if not skip:
-            return [SourcePosition() for _ in self._names]
-        if restored is not None:
-            return [self._position_in(restored, name) for name in self._names]
-        walked = self._walked(epoch, skip)
-        if walked is None:
-            raise DataError(
-                f"the run must continue at batch {skip + 1} of an epoch, but the checkpoint holds no position for "
-                f"{self._mixture!r}, and one of its loaders has no length. Resume with the loader of the checkpoint."
-            )
-        return walked
-
-    def _position_in(self, restored: Mapping[str, Any], name: str) -> SourcePosition:
-        saved = restored["loaders"][name]
-        consumed = tuple((ranks, done) for ranks, done in saved["consumed"])
-        at = SourcePosition(saved["passes"], saved["read"], saved["ended"], consumed)
-        at.suspended(restored["ranks"])
-        at.resumed(self._given.world_size)
-        return at
-
-    def _walked(self, epoch: int, number: int) -> list[SourcePosition] | None:
-        """Return the positions before round `number`, from the lengths of the loaders; None if one has no length."""
-        shard, own = self._given.at_round(number)
-        positions = _walked(self._mixture, shard, self._seed, epoch)
-        if positions is not None:
-            for _ in islice(_walk(self._mixture, positions, self._given, self._seed, epoch, number - own), own):
-                pass
-        return positions
-
-    # -- the batches -------------------------------------------------------------------------------
-
-    def _noted(self, given: Iterator[dict[int, Any]], first: int) -> Iterator[Any]:
-        """Yield the batches, and set the current source."""
-        zipped = self._mixture.mode == "zip"
-        for number, batches in enumerate(given, first):
-            # The positions are enough to count samples: a batch that is kept here would keep its memory.
-            self._last = dict.fromkeys(batches)
-            self._replicated_at = number if all(map(self._is_replicated, batches)) else None
-            if zipped:
-                self.source = None
-            else:
-                (index,) = batches
-                inner = getattr(self._sources[index], "source", None)
-                self.source = self._names[index] if inner is None else f"{self._names[index]}/{inner}"
-            set_source(self.source)
-            yield self._mixture.batch_of(batches)
-
-    def _is_replicated(self, index: int) -> bool:
-        return self._sources[index].replicated_at == self._positions[index].read - 1
-
-
-def _num_mixed_batches(mixture: Mixture, shard: Shard) -> int | None:
-    """Return how many batches a rank gets in one pass over a mixture; None if it is not known."""
-    lengths = [num_batches(loader, replace(shard, consumed=())) for loader in mixture.loaders.values()]
-    length = length_in_rounds(mixture, lengths)
-    if length is None or not shard.consumed:
-        return length
-    positions = _walked(mixture, shard, 0, 0)
-    assert positions is not None  # all lengths are known
-    done = shard.consumed_rounds
-    return done + sum(1 for _ in _walk(mixture, positions, shard, 0, 0, done))
-
-
-def _walked(mixture: Mixture, shard: Shard, seed: int, epoch: int) -> list[SourcePosition] | None:
-    """Return the positions after the consumed part of an epoch, from the lengths of the loaders; None if one has no length."""
-    if any(num_batches(loader, replace(shard, consumed=())) is None for loader in mixture.loaders.values()):
-        return None
-    positions, number = [SourcePosition() for _ in mixture.loaders], 0
-    for world_size, done in shard.consumed:
-        part = replace(shard, rank=0, world_size=world_size, consumed=())
-        for at in positions:
-            at.resumed(world_size)
-        for _ in islice(_walk(mixture, positions, part, seed, epoch, number), done):
-            pass
-        for at in positions:
-            at.suspended(world_size)
-        number += done
-    for at in positions:
-        at.resumed(shard.world_size)
-    return positions
-
-
-def _walk(
-    mixture: Mixture, positions: list[SourcePosition], shard: Shard, seed: int, epoch: int, first: int
-) -> Iterator[dict[int, Any]]:
-    """Yield the rounds without reading a batch: the positions change as they do when the batches are read."""
-    loaders = list(mixture.loaders.values())
-
-    def numbers(index: int, at: SourcePosition) -> Iterator[int]:
-        return iter(range(at.read, num_batches(loaders[index], shard.resumed(at.consumed)) or 0))
-
-    return rounds(mixture, positions, numbers, seed, epoch, first)

@@ -11,7 +11,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 
 from cadenza.loading.batches import size_of
 from cadenza.loading.loaders import Limited, length_of
-from cadenza.loading.mixture import Mixture
+from cadenza.loading.resumable_base import Composite
 from cadenza.loading.tensors import TensorBatches
 
 CLASS_NAMES = ("loader", "data set")  # class names, which may change although the samples do not
@@ -25,8 +25,8 @@ def loader_settings(loader: Any) -> dict[str, Any]:
     """
     if isinstance(loader, Limited):
         return {**loader_settings(loader.loader), "limit": loader.count}
-    if isinstance(loader, Mixture):
-        return _of_mixture(loader)
+    if isinstance(loader, Composite):
+        return loader.settings()
     settings: dict[str, Any] = {"loader": type(loader).__name__}
     if isinstance(loader, list | tuple):
         return {**settings, "batch_size": size_of(loader[0])} if loader else settings
@@ -40,20 +40,6 @@ def loader_settings(loader: Any) -> dict[str, Any]:
     if not isinstance(loader, DataLoader):
         return settings | _plain_of(loader, "batch_size", "drop_last", "shuffle")
     return settings | _sampling(loader)
-
-
-def _of_mixture(mixture: Mixture) -> dict[str, Any]:
-    settings: dict[str, Any] = {
-        "loader": "Mixture",
-        "loaders": list(mixture.loaders),
-        "mode": mixture.mode,
-        "stop": mixture.stop,
-    }
-    settings |= {} if mixture.weights is None else {"weights": list(mixture.weights.values())}
-    for name, loader in mixture.loaders.items():
-        own = loader_settings(loader)
-        settings |= {f"{name}/{key}": value for key, value in own.items() if key not in CLASS_NAMES}
-    return settings
 
 
 def _sampling(loader: DataLoader[Any]) -> dict[str, Any]:
@@ -93,7 +79,7 @@ def loader_hints(loader: Any) -> Iterator[str]:
     A `DataLoader` calls its dataset once for each sample, and then stacks the samples: 151 us for 16 rows of 32 numbers, where
     slicing takes 16.
     """
-    if isinstance(loader, Mixture):
+    if isinstance(loader, Composite):
         yield from dict.fromkeys(hint for value in loader.loaders.values() for hint in loader_hints(value))
     if not isinstance(loader, DataLoader):
         return

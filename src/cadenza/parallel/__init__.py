@@ -1,4 +1,4 @@
-"""Checkpoints of other trainers of many ranks: folders of torch's distributed checkpoint (DCP)."""
+"""Checkpoints of jobs on many machines: folders of torch's distributed checkpoint (DCP), folders behind URLs, SLURM jobs."""
 
 from typing import TYPE_CHECKING
 

@@ -87,7 +87,7 @@ class RunDirectory(RecordedRun):
             _check_free(path, resume)  # again: another run may have used the directory before the lock was taken
             super().__init__(path)
         except BaseException:
-            self._lock.release()
+            self._lock.release(unused=True)
             raise
         self.when_gone: Callable[[], object] = _do_nothing
         """Called during the run if the directory is not at its path: it was moved or deleted."""
@@ -158,7 +158,7 @@ class RunDirectory(RecordedRun):
         try:
             self.flush_records()
         finally:
-            self._lock.release()
+            self._lock.release(unused=not self._info)  # an error before `begin` leaves the directory as it was
 
     def offsets(self) -> dict[str, int]:
         """Write the records that wait. Return the length in bytes of the files that records and decisions are appended to."""

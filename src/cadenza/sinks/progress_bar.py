@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Literal
 from cadenza.errors import MissingExtraError
 from cadenza.hooks.listener import Listener, silent
 from cadenza.hooks.moments import Callback
+from cadenza.lazy import imported
 from cadenza.records.scalars import Arriving
 from cadenza.sinks.console import best_lines
 from cadenza.sinks.progress_renderers import (
@@ -25,7 +26,6 @@ from cadenza.sinks.progress_renderers import (
     RichRenderer,
     Row,
     Stream,
-    TqdmRenderer,
     draws_on,
     in_notebook,
 )
@@ -36,12 +36,7 @@ if TYPE_CHECKING:
     from cadenza.loading.evaluation import Evaluation
     from cadenza.run import Run
 
-_RENDERERS: dict[str, type[Renderer]] = {
-    "rich": RichRenderer,
-    "plain": PlainRenderer,
-    "notebook": NotebookRenderer,
-    "tqdm": TqdmRenderer,
-}
+_RENDERERS: dict[str, type[Renderer]] = {"rich": RichRenderer, "plain": PlainRenderer, "notebook": NotebookRenderer}
 
 
 class ProgressBar(Callback):
@@ -79,7 +74,7 @@ class ProgressBar(Callback):
         interval_s: float | None = None,
         stream: Stream = "stdout",
     ) -> None:
-        if renderer not in ("auto", *_RENDERERS):
+        if renderer not in ("auto", "tqdm", *_RENDERERS):
             raise ValueError(f"renderer must be 'auto', 'rich', 'plain', 'notebook' or 'tqdm'; got {renderer!r}")
         if interval_s is not None and not interval_s > 0:
             raise ValueError(f"interval_s must be more than 0 seconds, or None; got {interval_s!r}")
@@ -121,7 +116,7 @@ class ProgressBar(Callback):
         if run.is_main:
             self._view = view
             try:
-                self._show = _Show(_RENDERERS[self._kind()](self.interval_s, self.stream), view, self.stream)
+                self._show = _Show(_renderer(self._kind())(self.interval_s, self.stream), view, self.stream)
                 self._show.begin()
             except BaseException:
                 self._end()
@@ -143,6 +138,13 @@ class ProgressBar(Callback):
         show, self._show, self._view = self._show, None, None
         if show is not None:
             show.end()
+
+
+def _renderer(kind: str) -> type[Renderer]:
+    if kind != "tqdm":
+        return _RENDERERS[kind]
+    found: type[Renderer] = imported("cadenza.trackers.tqdm_renderer", needed_by="ProgressBar('tqdm')").TqdmRenderer
+    return found
 
 
 _LONGEST_S = 1.0

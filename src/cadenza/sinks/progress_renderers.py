@@ -1,4 +1,4 @@
-"""The renderers of a progress bar: a terminal, a notebook, lines, and tqdm."""
+"""The renderers of a progress bar: a terminal, a notebook and lines."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import html
 import logging
 import math
 import os
-import shutil
 import sys
 import time
 from abc import ABC, abstractmethod
@@ -15,7 +14,7 @@ from dataclasses import dataclass
 from threading import RLock
 from typing import TYPE_CHECKING, Any, Literal, TextIO
 
-from cadenza.status.formats import counted, encodable, plural
+from cadenza.status.formats import counted, encodable
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -80,7 +79,7 @@ class Renderer(ABC):
         """Draw the final rows, and restore the streams and the terminal, also after an error."""
 
 
-def _fitting(facts: Sequence[str], width: float, gap: str) -> str:
+def fitting(facts: Sequence[str], width: float, gap: str) -> str:
     """Return the first facts that fit into the width, each after a gap."""
     text = ""
     for fact in facts:
@@ -176,103 +175,6 @@ def _as_html(row: Row) -> str:
     return "<tr>" + "".join(f'<td style="{_CELL}">{cell}</td>' for cell in cells) + "</tr>"
 
 
-# -- tqdm, with its environment variables such as TQDM_DISABLE=1 -----------------------------------
-
-# Cadenza computes speed and time left: tqdm would count evaluations as training.
-_KNOWN = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
-_UNKNOWN = "{desc}: {n_fmt}{unit} [{elapsed}{postfix}]"
-_LEAST_BAR = 10  # the least width of a bar
-
-
-class TqdmRenderer(Renderer):
-    """A bar of tqdm for each row, on stderr, or as a widget in a notebook."""
-
-    interval_s: float = 0.5
-
-    def __init__(self, interval_s: float | None = None, stream: Stream = "stdout") -> None:
-        super().__init__(interval_s, stream)
-        self._bars: list[Any] = []
-        self._size: os.terminal_size | None = None
-
-    def open(self, rows: Sequence[Row]) -> None:
-        self.show(rows)
-
-    def show(self, rows: Sequence[Row]) -> None:
-        self._erase_if_resized()
-        self._draw(rows)
-        if _on_terminal() and not self._bars[0].disable:
-            _write("\r")  # the cursor rests at the start, as a narrower window folds the bar
-
-    def _draw(self, rows: Sequence[Row]) -> None:
-        while len(self._bars) > len(rows):  # an evaluation is over
-            self._bars.pop().close()
-        for bar, row in zip(self._bars, rows, strict=False):
-            _update(bar, row)
-        self._bars += [_bar(index, row) for index, row in enumerate(rows) if index >= len(self._bars)]
-
-    def close(self, rows: Sequence[Row]) -> None:
-        if self._bars:
-            self._erase_if_resized()
-            self._draw(rows)
-        while self._bars:
-            self._bars.pop().close()
-
-    def _erase_if_resized(self) -> None:
-        """Erase bars that a narrower window has folded."""
-        if not _on_terminal():
-            return
-        before, self._size = self._size, os.get_terminal_size(sys.stderr.fileno())
-        drawn = [bar for bar in self._bars if not bar.disable]  # TQDM_DISABLE=1 disables all
-        if drawn and self._size != before:
-            _write(ERASE)
-            for bar in drawn:
-                bar.sp = bar.status_printer(bar.fp)  # the old one pads a bar to its last width, which no longer fits
-
-
-def _on_terminal() -> bool:
-    return sys.stderr is not None and sys.stderr.isatty()
-
-
-def _write(text: str) -> None:
-    sys.stderr.write(text)
-    sys.stderr.flush()
-
-
-def _bar(index: int, row: Row) -> Any:
-    from tqdm.auto import tqdm
-
-    # Without the monitor thread of tqdm: the timer refreshes the bar.
-    quiet: Any = type("Bar", (tqdm,), {"monitor_interval": 0})
-    return quiet(
-        desc=row.label,
-        initial=row.done,
-        total=row.total,
-        unit=f" {plural(row.unit)}",
-        bar_format=_format(row),
-        position=index,
-        leave=index == 0,
-        dynamic_ncols=True,
-    )
-
-
-def _update(bar: Any, row: Row) -> None:
-    bar.n, bar.total, bar.bar_format = row.done, row.total, _format(row)
-    bar.set_description_str(row.label, refresh=False)
-    bar.set_postfix_str(_postfix(row), refresh=False)
-    bar.refresh()
-
-
-def _postfix(row: Row) -> str:
-    """Return the facts that fit into the terminal, because tqdm cuts them anywhere."""
-    width = shutil.get_terminal_size().columns if _on_terminal() else math.inf
-    taken = len(f"{row.label}: 100%|{' ' * _LEAST_BAR}| {row.count} [00:00]") - 1
-    return _fitting([fact.rstrip() for fact in row.facts], width - taken, ", ").removeprefix(", ")
-
-
-def _format(row: Row) -> str:
-    return _UNKNOWN if row.total is None else _KNOWN
-
-
 # -- a terminal, drawn by rich at each refresh of the timer ----------------------------------------
 
 _BAR = range(10, 41)  # widths of a bar
@@ -356,7 +258,7 @@ class RichRenderer(Renderer):
         counts = [_GAP.join(part for part in (row.count, row.percent) if part) for row in rows]
         count_width = max(map(len, counts))
         taken = label_width + len(_GAP) + count_width + len(_GAP)
-        facts = [_fitting(row.facts, width - taken - _BAR[0], _GAP) for row in rows]
+        facts = [fitting(row.facts, width - taken - _BAR[0], _GAP) for row in rows]
         if width != self._width:  # at the same width, a bar does not get longer when a fact gets shorter
             self._width, self._facts_width = width, 0
         self._facts_width = max(self._facts_width, *map(len, facts))

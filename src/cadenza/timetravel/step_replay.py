@@ -16,8 +16,6 @@ from types import TracebackType
 from typing import Any, Self
 
 from cadenza.callbacks.checkpoint import Checkpoint
-from cadenza.callbacks.save_predictions import SavePredictions
-from cadenza.callbacks.slurm_requeue import SlurmRequeue
 from cadenza.compat.adapter.foreign import ForeignCallback
 from cadenza.engine.loop import END, Training
 from cadenza.engine.monitor import Monitor
@@ -25,6 +23,7 @@ from cadenza.engine.session import Session, session_of
 from cadenza.engine.step_state import Cursor
 from cadenza.errors import DataError, DistributedError, add_note
 from cadenza.hooks.moments import BaseCallback, Callback
+from cadenza.parallel.slurm_requeue import SlurmRequeue
 from cadenza.records.record import Record
 from cadenza.run import Run
 from cadenza.sinks.sink import Sink
@@ -34,6 +33,7 @@ from cadenza.testing.proof import depends_on_clock
 from cadenza.timetravel.replay_start import ReplayStart
 from cadenza.trackers.alert import Alert
 from cadenza.trackers.optuna_pruning import OptunaPruning
+from cadenza.trackers.save_predictions import SavePredictions
 from cadenza.trainer import Trainer
 
 

@@ -22,9 +22,10 @@ from cadenza import Trainer, load_weights
 from cadenza.callbacks import Checkpoint
 from cadenza.checkpoint.catalogue import checkpoint_at
 from cadenza.checkpoint.store import Content, Saved, Store
-from cadenza.checkpoint.store.files import Facts, RemoteFiles
+from cadenza.checkpoint.store.files import Facts
 from cadenza.errors import CheckpointDamagedError, CheckpointError, CheckpointFormatError
 from cadenza.files.disk import Unflushed
+from cadenza.parallel.remote_files import RemoteFiles
 from cadenza.status.encoding import same
 from cadenza.testing import tiny_model, tiny_run, tiny_trainer
 from tests.callbacks.test_checkpoint import Scripted, names
@@ -219,7 +220,7 @@ def test_a_newer_format_is_refused_with_both_numbers(tmp_path: Path) -> None:
     rewrite_manifest(tmp_path / two.name)
     assert step_in(store, two) == 2
     rewrite_manifest(tmp_path / two.name, format=7)
-    with pytest.raises(CheckpointFormatError, match=r"it has format 7, and this version reads up to 3\. Update cadenza\."):
+    with pytest.raises(CheckpointFormatError, match=r"it has format 7, and this version reads 1 and 3\. Use the version"):
         store.verify(two)
     assert latest(store)[0] == one
 

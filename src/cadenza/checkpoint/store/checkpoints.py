@@ -205,7 +205,7 @@ class Store:
             OSError: It could not be written by this rank, or by another one. Nothing of it is left then.
             RuntimeError: Another rank is gone. The checkpoint does not appear, unless all shards were written.
         """
-        own = layout_of(content.model_shards, content.shards)
+        own = layout_of(content.model, content.tensors)
         folder, known = by_main(meeting, lambda: (self._new_folder(content), checksum_of(own)), _unwritten)
 
         def commit(parts: list[Part]) -> Saved:

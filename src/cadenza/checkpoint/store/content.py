@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cadenza.checkpoint.store.files import Facts, Files, pieces
 from cadenza.checkpoint.store.manifest import FILES, INDEX, PARTS, is_other
-from cadenza.checkpoint.store.shards import MODEL, RANK, STATE, Layout, Shard, header_of, joined, part_file
+from cadenza.checkpoint.store.shards import MODEL, RANK, STATE, Layout, Shard, header_of, joined, part_file, shards_in
 from cadenza.drivers.consensus import Meeting
 from cadenza.drivers.sharding import is_sharded
 from cadenza.errors import StateError
@@ -50,16 +50,14 @@ class JoinedFiles(dict[str, Path]):
 class Content:
     """The content of a checkpoint, copied to the host, so that it does not change during the write."""
 
-    model: dict[str, Tensor]
-    """The model's ``state_dict``, tensors only; a file of its own, readable by every tool that knows safetensors."""
+    model: dict[str, Tensor | Shard]
+    """The model's ``state_dict``, tensors only, or the shards of this rank; a file of its own, readable by every tool that
+    knows safetensors."""
     plain: Any
-    tensors: dict[str, Tensor]
+    tensors: dict[str, Tensor | Shard]
+    """The other tensors, or the shards of this rank."""
     facts: dict[str, Any]
     """The facts for the manifest: step, epoch, reason, and whether the checkpoint is exact."""
-    model_shards: dict[str, Shard] = field(default_factory=dict)
-    """The shards of the model on this rank."""
-    shards: dict[str, Shard] = field(default_factory=dict)
-    """The shards of other tensors on this rank."""
     own: tuple[Any, dict[str, Tensor]] | None = None
     """The state that only this rank has, as plain values and tensors. That of the main process is in `plain`."""
     files: JoinedFiles = field(default_factory=lambda: JoinedFiles())
@@ -71,7 +69,12 @@ class Content:
     @property
     def nbytes(self) -> int:
         """The size of the tensors that are not in shards, in bytes."""
-        return sum(tensor.nbytes for tensors in (self.model, self.tensors) for tensor in tensors.values())
+        return sum(tensor.nbytes for some in (self.model, self.tensors) for tensor in whole_in(some).values())
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether this rank has shards."""
+        return any(isinstance(value, Shard) for some in (self.model, self.tensors) for value in some.values())
 
     @staticmethod
     def of(
@@ -103,32 +106,38 @@ class Content:
 
         plain, others = encode(state, copied)
         both = ({name: copied(tensor) for name, tensor in model.items()}, others)
-        tensors, other_tensors = ({name: value for name, value in some.items() if isinstance(value, Tensor)} for some in both)
-        shards, other_shards = ({name: value for name, value in some.items() if isinstance(value, Shard)} for some in both)
-        mine = None if own is None else encode(own)
-        return Content(tensors, plain, other_tensors, dict(facts), shards, other_shards, mine)
+        weights, tensors = ({name: value for name, value in some.items() if value is not None} for some in both)
+        return Content(weights, plain, tensors, dict(facts), None if own is None else encode(own))
 
     def is_finite(self) -> bool:
         """Return whether all weights of this rank are finite. They are read once, by the first call."""
         if self.finite is None:
-            self.finite = all_finite([*self.model.values(), *(shard.part for shard in self.model_shards.values())])
+            self.finite = all_finite([*map(_part, self.model.values())])
         return self.finite
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> Content:
         """Return it with each tensor replaced. With `host_copy`, it may be written later."""
-        shards, other = (
-            {name: replace(value, part=change(value.part)) for name, value in some.items()}
-            for some in (self.model_shards, self.shards)
-        )
-        model, tensors = ({name: change(value) for name, value in some.items()} for some in (self.model, self.tensors))
-        return replace(self, model=model, tensors=tensors, model_shards=shards, shards=other)
+
+        def changed(value: Tensor | Shard) -> Tensor | Shard:
+            return replace(value, part=change(value.part)) if isinstance(value, Shard) else change(value)
+
+        model, tensors = ({name: changed(value) for name, value in some.items()} for some in (self.model, self.tensors))
+        return replace(self, model=model, tensors=tensors)
 
     def emptied(self) -> list[Tensor]:
         """Return its tensors and keep none, so that nothing reads them from here any more."""
-        parts = [value.part for some in (self.model_shards, self.shards) for value in some.values()]
-        found = [*self.model.values(), *self.tensors.values(), *parts]
-        self.model, self.tensors, self.model_shards, self.shards = {}, {}, {}, {}
+        found = [*map(_part, (*self.model.values(), *self.tensors.values()))]
+        self.model, self.tensors = {}, {}
         return found
+
+
+def _part(value: Tensor | Shard) -> Tensor:
+    return value.part if isinstance(value, Shard) else value
+
+
+def whole_in(values: Mapping[str, Tensor | Shard]) -> dict[str, Tensor]:
+    """Return the tensors that are not in shards."""
+    return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
 
 class HostBuffers:
@@ -265,8 +274,8 @@ class Part(NamedTuple):
 def write_common(files: Files, folder: str, content: Content, later: Unflushed) -> dict[str, Facts]:
     """Write the files of the main process; return their sizes and checksums. The caller flushes."""
     return {
-        FILES[0]: files.write_tensors(f"{folder}/{FILES[0]}", content.model, None, later),
-        FILES[1]: files.write_tensors(f"{folder}/{FILES[1]}", content.tensors, None, later),
+        FILES[0]: files.write_tensors(f"{folder}/{FILES[0]}", whole_in(content.model), None, later),
+        FILES[1]: files.write_tensors(f"{folder}/{FILES[1]}", whole_in(content.tensors), None, later),
         FILES[2]: files.write(f"{folder}/{FILES[2]}", json.dumps(content.plain, allow_nan=False).encode(), later),
         **{name: files.add(f"{folder}/{name}", source) for name, source in content.files.items()},
     }
@@ -277,8 +286,8 @@ def write_part(files: Files, folder: str, content: Content, meeting: Meeting, la
     written: dict[str, Facts] = {}
     carried: bytes | None = None
     with Unflushed() as later:
-        for kind, shards in ((MODEL, content.model_shards), (STATE, content.shards)):
-            if held := {name: shard for name, shard in shards.items() if shard.part.numel()}:
+        for kind, values in ((MODEL, content.model), (STATE, content.tensors)):
+            if held := {name: shard for name, shard in shards_in(values).items() if shard.part.numel()}:
                 parts = {name: shard.part for name, shard in held.items()}
                 written[kind] = files.write_tensors(f"{folder}/{_file(kind, meeting)}", parts, header_of(held), later)
         later.flush()
@@ -288,7 +297,7 @@ def write_part(files: Files, folder: str, content: Content, meeting: Meeting, la
         try:
             written[RANK] = files.write_tensors(f"{folder}/{_file(RANK, meeting)}", tensors, header)
         except OSError:  # this machine may have disks of its own: the main process writes the small file
-            if content.model_shards or content.shards:
+            if content.is_sharded:
                 raise
             carried = b"".join(pieces(tensors, header))
     return Part(written, content.is_finite(), layout, carried)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import zlib
 from collections.abc import Mapping
 from typing import Any, TypeVar
@@ -17,7 +16,7 @@ from cadenza.status.formats import number
 T = TypeVar("T")
 
 FORMAT = 3
-"""1: the main process wrote all files. 2: `INDEX` lists the parts of tensors in the files of each rank.
+"""1: the main process wrote all files. 2 was of a development version.
 
 3: `PARTS` has the sizes and checksums of the files of each rank, and `INDEX` the layout, from which the parts follow. The
 state of each rank but the first is in a file of its own.
@@ -26,7 +25,6 @@ MANIFEST = "manifest.json"
 FILES = ("model.safetensors", "state.safetensors", "state.json")
 INDEX = "shards.json"
 PARTS = "parts.json"
-_FILE = re.compile(r"\w[\w.-]*", re.ASCII)
 
 
 def listed(files: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -66,9 +64,10 @@ def checked(written: bytes, name: str, step: int) -> dict[str, Any]:
         manifest = json.loads(written)
         if not isinstance(manifest, dict) or "format" not in manifest:
             raise foreign
-        if manifest["format"] > FORMAT:
+        if manifest["format"] == 2 or manifest["format"] > FORMAT:
             raise CheckpointFormatError(
-                f"{name}: it has format {manifest['format']}, and this version reads up to {FORMAT}. Update cadenza."
+                f"{name}: it has format {manifest['format']}, and this version reads 1 and {FORMAT}. Use the version of "
+                "cadenza that wrote it, or a later one."
             )
         body = written[: -len(_LAST % 0)]
         if written[len(body) :] != _LAST % zlib.crc32(body + _END):
@@ -76,8 +75,7 @@ def checked(written: bytes, name: str, step: int) -> dict[str, Any]:
         if not _has_its_files(manifest) or not {"run", "exact", "reason"} <= manifest.keys():
             raise foreign
         Branch.of(manifest, manifest["run"])
-        strange = [file for file in manifest["files"] if not _FILE.fullmatch(file)]
-        if strange := strange or [file for file in manifest.get("others", {}) if not is_other(file)]:
+        if strange := [file for file in manifest.get("others", {}) if not is_other(file)]:
             raise CheckpointFormatError(f"{name}: its {MANIFEST} names {strange[0]!r}, which is not a file of a checkpoint")
         summed = all(type(said["size"]) is int and type(said["crc32"]) is str for said in files_in(manifest).values())
         if not summed or not all(_is_best(fact) for fact in manifest.get("best", [])):
@@ -96,7 +94,7 @@ def _has_its_files(manifest: Mapping[str, Any]) -> bool:
     names = set(manifest["files"])
     if manifest["format"] == 3:
         return names == {*FILES, INDEX, PARTS} and count_in(manifest["ranks"]) > 0 and count_in(manifest["rank_bytes"]) >= 0
-    return names == set(FILES) if manifest["format"] == 1 else names >= {*FILES, INDEX}
+    return names == set(FILES)
 
 
 def is_other(path: str) -> bool:

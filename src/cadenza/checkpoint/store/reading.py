@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cadenza.checkpoint.store.files import FORMAT_ERRORS, Facts, Files, Sum, SummedFile, checked_shape, read_tensors
 from cadenza.checkpoint.store.manifest import FILES, INDEX, PARTS, files_in
-from cadenza.checkpoint.store.shards import MODEL, RANK, STATE, Stored, dtype_of, files_by_rank, part_file, split_of, stored_in
+from cadenza.checkpoint.store.shards import MODEL, RANK, STATE, Stored, dtype_of, files_by_rank, part_file, splits_of
 from cadenza.errors import CheckpointDamagedError, CheckpointFormatError
 from cadenza.optim.optimizers import is_of_torch
 from cadenza.status.branches import Branch
@@ -127,7 +127,7 @@ class Folder:
     def _shards(self, *, keep: bool) -> dict[str, dict[str, Tensor]]:
         """Verify the shards of every `ranks`-th rank; with `keep`, return their tensors by path, so that they are read once."""
         held = {}
-        for kind in (MODEL, STATE) if self._table else ():
+        for kind in (MODEL, STATE):
             for rank, facts in [*enumerate(self._table[kind])][self._rank :: self._ranks]:
                 file = self._file(kind, rank)
                 if facts is not None and keep:
@@ -137,15 +137,11 @@ class Folder:
         return held
 
     def _stored(self, kind: str, held: dict[str, dict[str, Tensor]], index: Any, *, lazily: bool) -> dict[str, Any]:
-        if table := self._table:
-            splits = {key: split_of(self._name, kind, value, table[kind]) for key, value in index[kind].items()}
-            found = {
-                key: Stored(self._files, key, checked_shape(value["shape"]), dtype_of(value), splits[key], held)
-                for key, value in index[kind].items()
-            }
-        else:
-            found = stored_in(self._files, self._name, index[kind], self._said)
-        return dict(found) if lazily else {key: match.read() for key, match in found.items()}
+        of_ranks, found = self._table[kind], {}
+        for name, entry in index[kind].items():
+            shape, splits = checked_shape(entry["shape"]), splits_of(entry, len(of_ranks))
+            found[name] = Stored(self._files, self._name, kind, name, shape, dtype_of(entry), splits, of_ranks, held)
+        return dict(found) if lazily else {name: stored.read() for name, stored in found.items()}
 
     def _states(self, first: Any) -> RankStates:
         """Verify the states of every `ranks`-th rank and read that of this one; return the states of all, to be read."""

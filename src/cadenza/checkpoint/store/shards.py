@@ -19,8 +19,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from cadenza.checkpoint.store.files import Facts, Files, checked_shape
-from cadenza.drivers.sharding import Region, Splits, part_of, region_of
-from cadenza.drivers.sharding import Split as Cut
+from cadenza.drivers.sharding import Region, Split, Splits, part_of, region_of
 from cadenza.errors import CheckpointDamagedError, CheckpointFormatError, StateError
 from cadenza.status.encoding import host_copy, is_built_of_tensors
 from cadenza.status.formats import counted
@@ -35,61 +34,6 @@ class Chunk(NamedTuple):
     path: str
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Listed:
-    """Parts that the index lists one by one, as format 2 did."""
-
-    chunks: tuple[Chunk, ...]
-
-    def overlapping(self, wanted: Region) -> Sequence[Chunk]:
-        """Return the parts that overlap with a region."""
-        return [chunk for chunk in self.chunks if _overlaps(chunk, wanted)]
-
-
-@dataclass(frozen=True, slots=True)
-class Split:
-    """Parts that follow from the number of ranks, as ``torch.chunk`` splits the dimensions of the tensor."""
-
-    folder: str
-    kind: str
-    shape: tuple[int, ...]
-    itemsize: int
-    splits: tuple[Cut, ...]
-    """Each splits the parts of those before; none: the first rank has the whole tensor."""
-    files: Sequence[Facts | None]
-    """By rank, the facts of its file; None if it has none."""
-
-    def overlapping(self, wanted: Region) -> Sequence[Chunk]:
-        """Return the parts that overlap with a region.
-
-        Raises:
-            CheckpointFormatError: A part is larger than its file: an invented shape would ask for any amount of memory.
-        """
-        whole: Region = tuple(slice(0, size) for size in self.shape)
-        found = []
-        for rank, part in self._parts(0, whole, wanted, self.splits):
-            facts, sizes = self.files[rank], tuple(cut.stop - cut.start for cut in part)
-            chunk = Chunk(
-                f"{self.folder}/{part_file(self.kind, rank, len(self.files))}", tuple(cut.start for cut in part), sizes
-            )
-            if not _overlaps(chunk, wanted):
-                continue
-            if facts is None or math.prod(chunk.sizes) * self.itemsize > facts["size"]:
-                raise CheckpointFormatError(f"{chunk.path}: a part of the shape {chunk.sizes} is larger than its file")
-            found.append(chunk)
-        return found
-
-    def _parts(self, rank: int, part: Region, wanted: Region, splits: Sequence[Cut]) -> Iterator[tuple[int, Region]]:
-        """Yield the ranks that have the parts of `part` which may overlap with a region, and these parts."""
-        if not splits:
-            yield rank, part
-            return
-        (first, *rest), cut, has = splits, wanted[splits[0].dim], part[splits[0].dim]
-        step = -(-(has.stop - has.start) // first.ranks) or 1
-        for number in range(max(0, cut.start - has.start) // step, min(-(-(cut.stop - has.start) // step), first.ranks)):
-            yield from self._parts(rank + number * first.stride, part_of(part, first, number), wanted, rest)
 
 
 def _overlaps(chunk: Chunk, wanted: Region) -> bool:
@@ -150,17 +94,16 @@ def files_by_rank(content: Any, ranks: int) -> dict[str, list[Facts | None]]:
     return found
 
 
-def split_of(folder: str, kind: str, entry: Mapping[str, Any], files: Sequence[Facts | None]) -> Split:
-    """Return where the parts of a tensor are, from its entry in the layout.
+def splits_of(entry: Mapping[str, Any], ranks: int) -> tuple[Split, ...]:
+    """Return how the parts of a tensor are split over the ranks, from its entry in the layout.
 
     Raises:
         ValueError, LookupError, TypeError: It is not of the kind that a save writes.
     """
-    shape, ranks = checked_shape(entry["shape"]), len(files)
-    given = entry["split"]
+    shape, given = checked_shape(entry["shape"]), entry["split"]
     if not isinstance(given, list):
         given = [] if given is None else [[given, entry.get("over", ranks), 1]]
-    splits = tuple(Cut(*item) for item in given)
+    splits = tuple(Split(*item) for item in given)
     for split in splits:
         if not all(type(number) is int for number in split) or not 0 <= split.dim < len(shape):
             raise ValueError(f"a tensor of the shape {shape} is split along {split.dim!r}")
@@ -168,10 +111,10 @@ def split_of(folder: str, kind: str, entry: Mapping[str, Any], files: Sequence[F
             raise ValueError(f"a tensor is split over {split.ranks!r} of {counted(ranks, 'rank')}")
     if sum((split.ranks - 1) * split.stride for split in splits) >= ranks:
         raise ValueError(f"a tensor is split over {[*map(tuple, splits)]}, and there are {counted(ranks, 'rank')}")
-    return Split(folder, kind, shape, dtype_of(entry).itemsize, splits, files)
+    return splits
 
 
-def split_entry(splits: Sequence[Cut], ranks: int) -> dict[str, Any]:
+def split_entry(splits: Sequence[Split], ranks: int) -> dict[str, Any]:
     """Return what the layout says of the splits of a tensor, in the shortest form."""
     if not splits:
         return {"split": None}
@@ -225,13 +168,21 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A whole tensor in the files of a checkpoint, of which any part can be read."""
+    """A whole tensor in the files of a checkpoint, of which any part can be read.
+
+    Its parts follow from the number of ranks, as ``torch.chunk`` splits the dimensions of the tensor.
+    """
 
     files: Files
+    folder: str
+    kind: str
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    parts: Listed | Split
+    splits: tuple[Split, ...]
+    """Each splits the parts of those before; none: the first rank has the whole tensor."""
+    of_ranks: Sequence[Facts | None]
+    """By rank, the facts of its file; None if it has none."""
     held: dict[str, dict[str, Tensor]] = field(default_factory=dict, compare=False, repr=False)
     """Parts that were read when they were verified, by path and name. Each is given away when it is first read."""
 
@@ -244,25 +195,46 @@ class Stored:
 
         Raises:
             CheckpointDamagedError: A file cannot be read here.
-            CheckpointFormatError: The stored parts do not cover the requested region.
+            CheckpointFormatError: A part is larger than its file.
         """
         wanted = tuple(slice(0, size) for size in self.shape) if region is None else region
-        needed, overlaps = [cut.stop - cut.start for cut in wanted], []
-        for chunk in self.parts.overlapping(wanted):
-            cuts = zip(wanted, chunk.offsets, chunk.sizes, strict=True)
-            overlaps.append((chunk, [(max(cut.start, at), min(cut.stop, at + size)) for cut, at, size in cuts]))
-        filled = sum(math.prod(stop - start for start, stop in found) for _, found in overlaps)
-        if filled != math.prod(needed):  # before memory is taken for it
-            raise CheckpointFormatError(f"the parts of {self.name!r} hold {filled} of {math.prod(needed)} numbers")
-        if len(overlaps) == 1 and list(overlaps[0][0].sizes) == needed and (whole := self._held(overlaps[0][0])) is not None:
+        needed, chunks = [cut.stop - cut.start for cut in wanted], self._overlapping(wanted)
+        if len(chunks) == 1 and list(chunks[0].sizes) == needed and (whole := self._held(chunks[0])) is not None:
             return whole
         result = torch.empty(needed, dtype=self.dtype)
-        for chunk, found in overlaps:
-            inner = tuple(slice(a - offset, b - offset) for (a, b), offset in zip(found, chunk.offsets, strict=True))
-            outer = tuple(slice(a - cut.start, b - cut.start) for (a, b), cut in zip(found, wanted, strict=True))
+        for chunk in chunks:
+            cuts = [*zip(wanted, chunk.offsets, chunk.sizes, strict=True)]
+            found = [(max(cut.start, at), min(cut.stop, at + size)) for cut, at, size in cuts]
+            inner = tuple(slice(a - at, b - at) for (a, b), (_, at, _) in zip(found, cuts, strict=True))
+            outer = tuple(slice(a - cut.start, b - cut.start) for (a, b), (cut, _, _) in zip(found, cuts, strict=True))
             held = self._held(chunk)
             result[outer] = self._part(chunk.path, inner) if held is None else held[inner]
         return result
+
+    def _overlapping(self, wanted: Region) -> list[Chunk]:
+        """Return the parts that overlap with a region. An invented shape must not ask for any amount of memory."""
+        whole: Region = tuple(slice(0, size) for size in self.shape)
+        found = []
+        for rank, part in self._parts(0, whole, wanted, self.splits):
+            facts, sizes = self.of_ranks[rank], tuple(cut.stop - cut.start for cut in part)
+            path = f"{self.folder}/{part_file(self.kind, rank, len(self.of_ranks))}"
+            chunk = Chunk(path, tuple(cut.start for cut in part), sizes)
+            if not _overlaps(chunk, wanted):
+                continue
+            if facts is None or math.prod(sizes) * self.dtype.itemsize > facts["size"]:
+                raise CheckpointFormatError(f"{path}: a part of the shape {sizes} is larger than its file")
+            found.append(chunk)
+        return found
+
+    def _parts(self, rank: int, part: Region, wanted: Region, splits: Sequence[Split]) -> Iterator[tuple[int, Region]]:
+        """Yield the ranks that have the parts of `part` which may overlap with a region, and these parts."""
+        if not splits:
+            yield rank, part
+            return
+        (first, *rest), cut, has = splits, wanted[splits[0].dim], part[splits[0].dim]
+        step = -(-(has.stop - has.start) // first.ranks) or 1
+        for number in range(max(0, cut.start - has.start) // step, min(-(-(cut.stop - has.start) // step), first.ranks)):
+            yield from self._parts(rank + number * first.stride, part_of(part, first, number), wanted, rest)
 
     def _held(self, chunk: Chunk) -> Tensor | None:
         found = self.held.get(chunk.path, {}).pop(self.name, None)
@@ -283,40 +255,17 @@ def header_of(shards: Mapping[str, Shard]) -> dict[str, str]:
     return {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(offsets)}
 
 
-def layout_of(model: Mapping[str, Shard], state: Mapping[str, Shard]) -> Layout:
+def shards_in(values: Mapping[str, Any]) -> dict[str, Shard]:
+    """Return the shards among the tensors of this rank."""
+    return {name: value for name, value in values.items() if isinstance(value, Shard)}
+
+
+def layout_of(model: Mapping[str, Any], state: Mapping[str, Any]) -> Layout:
     """Return the layout of the tensors of which this rank has shards: the same on all ranks that hold the same tensors."""
     return {
         kind: {
             name: {"shape": list(shard.shape), "dtype": str(shard.part.dtype).removeprefix("torch."), **shard.split}
-            for name, shard in shards.items()
+            for name, shard in shards_in(values).items()
         }
-        for kind, shards in ((MODEL, model), (STATE, state))
+        for kind, values in ((MODEL, model), (STATE, state))
     }
-
-
-def stored_in(files: Files, folder: str, index: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Stored]:
-    """Return the tensors of an index of format 2; `known` are the files that the manifest names.
-
-    Raises:
-        ValueError, LookupError, TypeError: It is not of the kind that a save wrote.
-    """
-    stored = {}
-    for name, entry in index.items():
-        dtype = dtype_of(entry)
-        _check_parts(name, entry, dtype, known)
-        chunks = tuple(Chunk(f"{folder}/{file}", tuple(offsets), tuple(sizes)) for file, offsets, sizes in entry["parts"])
-        stored[name] = Stored(files, name, tuple(entry["shape"]), dtype, Listed(chunks))
-    return stored
-
-
-def _check_parts(name: str, entry: Mapping[str, Any], dtype: torch.dtype, known: Mapping[str, Any]) -> None:
-    """Raise an error if a part of a tensor is not where it can be: an invented size would ask for any amount of memory."""
-    shape = checked_shape(entry["shape"])
-    for file, offsets, sizes in entry["parts"]:
-        cuts = [*zip(offsets, sizes, shape, strict=True)]
-        if not all(type(number) is int for cut in cuts for number in cut) or any(
-            a < 0 or b < 0 or a + b > c for a, b, c in cuts
-        ):
-            raise ValueError(f"a part of {name!r} does not lie inside of its shape {shape}")
-        if math.prod(sizes) * dtype.itemsize > known[file]["size"]:
-            raise ValueError(f"a part of {name!r} is larger than its file {file}")

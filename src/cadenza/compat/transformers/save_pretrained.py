@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from cadenza.checkpoint.store.files import LocalFiles
 from cadenza.checkpoint.store.manifest import is_other
 from cadenza.checkpoint.writer import CheckpointWriter
 from cadenza.drivers.sharding import whole
@@ -106,7 +105,7 @@ def _whole_weights(run: Run) -> dict[str, Any]:
 def _new_folder(run: Run) -> Path:
     """Return a new folder on the disk of the checkpoints. If the process is killed, the next process deletes it."""
     for saver in session_of(run).savers:
-        if isinstance(saver, CheckpointWriter) and isinstance(saver.store.files, LocalFiles):
+        if isinstance(saver, CheckpointWriter) and saver.store.files.atomic:
             name = saver.store.hidden("tmp", saver.store.next_name(run.progress.step).name)
             saver.store.files.make(name)
             return saver.store.files.root / name

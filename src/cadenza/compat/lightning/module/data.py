@@ -15,8 +15,8 @@ from cadenza.errors import DataError, DistributedError
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import BaseCallback, Callback
 from cadenza.loading.loaders import length_of
-from cadenza.loading.mixture import Mixture
 from cadenza.run import Run
+from cadenza.sources.mixture import Mixture
 
 STAGES: Mapping[str, str] = {"fit": "train", "validate": "val", "test": "test", "predict": "predict"}
 """For each stage, the prefix of its ``*_dataloader`` method and its name in a mapping of loaders."""

@@ -13,9 +13,9 @@ from cadenza.engine.objective import predictions_in, targets_in
 from cadenza.errors import DataError, nearest
 from cadenza.files.paths import local_text
 from cadenza.hooks.moments import Callback
-from cadenza.records.tables import column_of, format_of, writing
 from cadenza.sinks.own_file import own_folder
 from cadenza.status.decisions import decide
+from cadenza.trackers.tables import column_of, format_of, writing
 
 if TYPE_CHECKING:
     from cadenza.loading.evaluation import Evaluation

@@ -3,31 +3,30 @@
 from __future__ import annotations
 
 import math
-import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from itertools import accumulate, count
+from dataclasses import dataclass, replace
+from itertools import accumulate, count, islice
 from typing import Any, Literal, get_args
 
 import torch
 
 from cadenza.errors import DataError, nearest
+from cadenza.loading.batch_log import described, rebuilt
 from cadenza.loading.loaders import check_loader, length_of, set_loader_epoch
-from cadenza.loading.resumable_base import END
+from cadenza.loading.resumable_base import END, PASS, Composite, Located, ResumableLoader, set_source
+from cadenza.loading.resumable_loader import num_batches, resumable
 from cadenza.loading.rng import derive_seed
-from cadenza.loading.shards import Consumed
+from cadenza.loading.settings import CLASS_NAMES, loader_settings
+from cadenza.loading.shards import Consumed, Shard
 
 Mode = Literal["zip", "cycle", "sequential", "weighted"]
 Stop = Literal["shortest", "longest"]
 
-PASS = 2**20
-"""Added to the epoch of a loader in each new pass."""
 _ORDER = 0x6D69787475726573  # separates the seeds of the order of a weighted mixture from those of the data
 
 
-class Mixture:
+class Mixture(Composite):
     """Several loaders that are read as one, in training and in evaluation.
 
     ============  =======================================  ========================================  =======================
@@ -141,53 +140,45 @@ class Mixture:
         return parts
 
     def leaves(self) -> dict[str, Iterable[Any]]:
-        """Return the loaders by name, and those of nested mixtures. A mixture in the mode zip counts as one loader.
+        """Return the loaders by name, and those of nested mixtures; none in the mode zip. Nested, that mode counts as a loader.
 
         >>> list(Mixture({"a": [1], "b": Mixture({"c": [2], "d": [3]}, mode="cycle")}, mode="sequential").leaves())
         ['a', 'b/c', 'b/d']
         """
         found: dict[str, Iterable[Any]] = {}
-        for name, loader in self.loaders.items():
-            if isinstance(loader, Mixture) and loader.mode != "zip":
-                found |= {f"{name}/{inner}": leave for inner, leave in loader.leaves().items()}
-            else:
-                found[name] = loader
+        for name, loader in self.loaders.items() if self.mode != "zip" else ():
+            inner = loader.leaves() if isinstance(loader, Mixture) else {}
+            found |= {f"{name}/{key}": leaf for key, leaf in inner.items()} or {name: loader}
         return found
 
+    def resumable(self, seed: int, shard: Shard, **options: Any) -> ResumableLoader:
+        return MixedLoader(self, seed, shard, **options)
 
-def current_source() -> str | None:
-    """Return the name of the loader in a `Mixture` that the current batch of this thread comes from.
+    def num_batches(self, shard: Shard) -> int | None:
+        return _num_batches(self, shard)
 
-    Use it in ``compute_loss``, in a ``step_fn`` and in hooks. A batch of a nested mixture has a name such as ``"web/english"``.
-    None for a batch that comes from no mixture, or from one in the mode ``"zip"``.
+    @property
+    def begins_new_passes(self) -> bool:
+        return self.stop == "longest"
 
-    >>> from cadenza.loading import resumable
-    >>> [(current_source(), batch) for batch in resumable(Mixture({"a": [1], "b": [10]}, mode="cycle"), 0).batches(0, 0)]
-    [('a', 1), ('b', 10)]
-    """
-    return _CURRENT.name
+    def settings(self) -> dict[str, Any]:
+        settings: dict[str, Any] = {"loader": "Mixture", "loaders": list(self.loaders), "mode": self.mode, "stop": self.stop}
+        settings |= {} if self.weights is None else {"weights": list(self.weights.values())}
+        for name, loader in self.loaders.items():
+            own = loader_settings(loader)
+            settings |= {f"{name}/{key}": value for key, value in own.items() if key not in CLASS_NAMES}
+        return settings
 
+    def description(self, rank: int) -> dict[str, Any]:
+        weights = {} if self.weights is None else {"weights": self.weights}
+        loaders = {name: described(value, rank) for name, value in self.loaders.items()}
+        return {"kind": "mixture", "mode": self.mode, "stop": self.stop, **weights, "loaders": loaders}
 
-@contextmanager
-def separate_source() -> Iterator[None]:
-    """Begin without a current source, for an evaluation; restore the current source at the end."""
-    before, _CURRENT.name = _CURRENT.name, None
-    try:
-        yield
-    finally:
-        _CURRENT.name = before
-
-
-def set_source(name: str | None) -> None:
-    """Set what `current_source` returns."""
-    _CURRENT.name = name
-
-
-class _Current(threading.local):
-    name: str | None = None
-
-
-_CURRENT = _Current()
+    @staticmethod
+    def rebuilt(description: Mapping[str, Any], rank: int) -> Mixture:
+        """Return a mixture of the order that `description` returned. Its loaders hold no data."""
+        loaders = {name: rebuilt(value, rank) for name, value in description["loaders"].items()}
+        return Mixture(loaders, description["mode"], weights=description.get("weights"), stop=description["stop"])
 
 
 @dataclass(slots=True)
@@ -352,3 +343,220 @@ def _checked_weights(mode: Mode, weights: Any, loaders: Mapping[str, Any]) -> di
                 f"the weight of {name!r} must be a number above 0; got {weight!r}. Leave out a loader not to read it."
             )
     return {name: float(weights[name]) for name in loaders}
+
+
+# -- read by a run ----------------------------------------------------------------------------------
+
+
+class MixedLoader(ResumableLoader):
+    """A `Mixture`, resumable. Its state has the position in each loader.
+
+    Args:
+        mixture: The loaders.
+        seed: The seed of the run.
+        shard: The shard that this rank reads of each loader that is not sharded already.
+        options: Further arguments of `resumable` for each of the loaders.
+    """
+
+    def __init__(self, mixture: Mixture, seed: int, shard: Shard, **options: Any) -> None:
+        self._mixture, self._seed, self._given, self._options = mixture, seed, shard, options
+        self._names, self._loaders = list(mixture.loaders), list(mixture.loaders.values())
+        self._positions = [SourcePosition() for _ in self._names]
+        self._sources: dict[int, ResumableLoader] = {}
+        self._restored: Mapping[str, Any] | None = None
+        self._last: dict[int, Any] = {}
+        self._replicated_at: int | None = None
+        self.source: str | None = None
+        """The name of the loader that the last batch comes from; None in the mode zip."""
+        self.shard: Shard = self._shard_of_all()
+
+    @property
+    def obstacle(self) -> str | None:
+        return next((why for index in range(len(self._names)) if (why := self._source(index).obstacle) is not None), None)
+
+    def check_inside(self, skip: int) -> None:
+        """Do nothing: the positions in the loaders decide, when these are read."""
+
+    def batches(self, epoch: int, skip: int) -> Iterator[Any]:
+        restored, self._restored = self._restored, None
+        self._positions, self._replicated_at = self._positions_at(epoch, skip, restored), None
+        if skip:
+            self._sources.clear()  # they are opened again with the part of their pass that other world sizes have read
+        for index, name in enumerate(self._names if skip and restored else ()):
+            if restored and (state := restored["loaders"][name]["state"]) is not None:
+                self._source(index).load_state_dict(state)
+        given = rounds(self._mixture, self._positions, lambda i, at: self._pass(epoch, i, at), self._seed, epoch, skip)
+        return self._noted(given, skip)
+
+    def state_dict(self) -> dict[str, Any]:
+        if self._restored is not None:  # nothing was read since
+            return dict(self._restored)
+        loaders = {}
+        for index, (name, at) in enumerate(zip(self._names, self._positions, strict=True)):
+            inside = at.read and index in self._sources
+            loaders[name] = {
+                "passes": at.passes,
+                "read": at.read,
+                "ended": at.ended,
+                "consumed": [list(done) for done in at.consumed],
+                "state": self._sources[index].state_dict() if inside else None,
+            }
+        return {"ranks": self._given.world_size, "source": self.source, "loaders": loaders}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._restored = state if list(state.get("loaders", ())) == self._names else None
+        if self._restored is not None:
+            self.source = state["source"]
+            set_source(self.source)
+
+    @property
+    def replicated_at(self) -> int | None:
+        return self._replicated_at
+
+    def size_of(self, batch: Any) -> int:
+        """Return the number of samples in the last batch; in the mode zip, the sum over the loaders."""
+        if self._mixture.mode != "zip":
+            index = next(iter(self._last), None)
+            return super().size_of(batch) if index is None else self._sources[index].size_of(batch)
+        alike = self._given.rank > 0 and self._replicated_at is None  # then a part that all ranks train on counts on rank 0
+        parts = self._mixture.parts_of(batch)
+        return sum(
+            self._sources[index].size_of(parts[name])
+            for index, name in enumerate(self._names)
+            if not (alike and self._is_replicated(index))
+        )
+
+    def indices(self, epoch: int, number: int) -> Sequence[Any] | None:
+        """Return the indices in the dataset of the loader that batch `number` comes from; None in the mode zip."""
+        return (
+            None if self._mixture.mode == "zip" else next((position.indices for position in self.located(epoch, number)), None)
+        )
+
+    def located(self, epoch: int, number: int) -> list[Located]:
+        positions = self._walked(epoch, number)
+        if positions is None:
+            return [Located("", epoch, number, None)]
+        walk, found = _walk(self._mixture, positions, self._given, self._seed, epoch, number), list[Located]()
+        for index in next(walk, ()):
+            at, name = positions[index], self._names[index]
+            inside = self._open(index, at).located(epoch + at.passes * PASS, at.read - 1)
+            found += [position._replace(source=f"{name}/{position.source}" if position.source else name) for position in inside]
+        return found
+
+    # -- positions ---------------------------------------------------------------------------------
+
+    def _shard_of_all(self) -> Shard:
+        """Return the shard with ``share_data=False`` if one of the loaders is sharded already."""
+        shards = [self._source(index).shard for index in range(len(self._names))]
+        return replace(self._given, share_data=all(shard.share_data for shard in shards))
+
+    def close(self) -> None:
+        for source in self._sources.values():
+            source.close()
+
+    def _source(self, index: int) -> ResumableLoader:
+        """Return one of the loaders, resumable, at its position."""
+        if index not in self._sources:
+            self._sources[index] = self._open(index, self._positions[index])
+        return self._sources[index]
+
+    def _open(self, index: int, at: SourcePosition) -> ResumableLoader:
+        shard = self._given.resumed(at.consumed)
+        return resumable(self._loaders[index], derive_seed(self._seed, index + 1), shard=shard, **self._options)
+
+    def _pass(self, epoch: int, index: int, at: SourcePosition) -> Iterator[Any]:
+        return self._source(index).batches(epoch + at.passes * PASS, at.read)
+
+    def _positions_at(self, epoch: int, skip: int, restored: Mapping[str, Any] | None) -> list[SourcePosition]:
+        if not skip:
+            return [SourcePosition() for _ in self._names]
+        if restored is not None:
+            return [self._position_in(restored, name) for name in self._names]
+        walked = self._walked(epoch, skip)
+        if walked is None:
+            raise DataError(
+                f"the run must continue at batch {skip + 1} of an epoch, but the checkpoint holds no position for "
+                f"{self._mixture!r}, and one of its loaders has no length. Resume with the loader of the checkpoint."
+            )
+        return walked
+
+    def _position_in(self, restored: Mapping[str, Any], name: str) -> SourcePosition:
+        saved = restored["loaders"][name]
+        consumed = tuple((ranks, done) for ranks, done in saved["consumed"])
+        at = SourcePosition(saved["passes"], saved["read"], saved["ended"], consumed)
+        at.suspended(restored["ranks"])
+        at.resumed(self._given.world_size)
+        return at
+
+    def _walked(self, epoch: int, number: int) -> list[SourcePosition] | None:
+        """Return the positions before round `number`, from the lengths of the loaders; None if one has no length."""
+        shard, own = self._given.at_round(number)
+        positions = _walked(self._mixture, shard, self._seed, epoch)
+        if positions is not None:
+            for _ in islice(_walk(self._mixture, positions, self._given, self._seed, epoch, number - own), own):
+                pass
+        return positions
+
+    # -- the batches -------------------------------------------------------------------------------
+
+    def _noted(self, given: Iterator[dict[int, Any]], first: int) -> Iterator[Any]:
+        """Yield the batches, and set the current source."""
+        zipped = self._mixture.mode == "zip"
+        for number, batches in enumerate(given, first):
+            # The positions are enough to count samples: a batch that is kept here would keep its memory.
+            self._last = dict.fromkeys(batches)
+            self._replicated_at = number if all(map(self._is_replicated, batches)) else None
+            if zipped:
+                self.source = None
+            else:
+                (index,) = batches
+                inner = getattr(self._sources[index], "source", None)
+                self.source = self._names[index] if inner is None else f"{self._names[index]}/{inner}"
+            set_source(self.source)
+            yield self._mixture.batch_of(batches)
+
+    def _is_replicated(self, index: int) -> bool:
+        return self._sources[index].replicated_at == self._positions[index].read - 1
+
+
+def _num_batches(mixture: Mixture, shard: Shard) -> int | None:
+    """Return how many batches a rank gets in one pass over a mixture; None if it is not known."""
+    lengths = [num_batches(loader, replace(shard, consumed=())) for loader in mixture.loaders.values()]
+    length = length_in_rounds(mixture, lengths)
+    if length is None or not shard.consumed:
+        return length
+    positions = _walked(mixture, shard, 0, 0)
+    assert positions is not None  # all lengths are known
+    done = shard.consumed_rounds
+    return done + sum(1 for _ in _walk(mixture, positions, shard, 0, 0, done))
+
+
+def _walked(mixture: Mixture, shard: Shard, seed: int, epoch: int) -> list[SourcePosition] | None:
+    """Return the positions after the consumed part of an epoch, from the lengths of the loaders; None if one has no length."""
+    if any(num_batches(loader, replace(shard, consumed=())) is None for loader in mixture.loaders.values()):
+        return None
+    positions, number = [SourcePosition() for _ in mixture.loaders], 0
+    for world_size, done in shard.consumed:
+        part = replace(shard, rank=0, world_size=world_size, consumed=())
+        for at in positions:
+            at.resumed(world_size)
+        for _ in islice(_walk(mixture, positions, part, seed, epoch, number), done):
+            pass
+        for at in positions:
+            at.suspended(world_size)
+        number += done
+    for at in positions:
+        at.resumed(shard.world_size)
+    return positions
+
+
+def _walk(
+    mixture: Mixture, positions: list[SourcePosition], shard: Shard, seed: int, epoch: int, first: int
+) -> Iterator[dict[int, Any]]:
+    """Yield the rounds without reading a batch: the positions change as they do when the batches are read."""
+    loaders = list(mixture.loaders.values())
+
+    def numbers(index: int, at: SourcePosition) -> Iterator[int]:
+        return iter(range(at.read, num_batches(loaders[index], shard.resumed(at.consumed)) or 0))
+
+    return rounds(mixture, positions, numbers, seed, epoch, first)

@@ -10,18 +10,13 @@ from typing import Any, NamedTuple
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from cadenza.errors import DataError
-from cadenza.loading.batches import CountedBatch, uses_torch_iteration
+from cadenza.loading.batches import CountedBatch
 from cadenza.loading.loaders import set_loader_epoch
 from cadenza.loading.resumable_base import END, ResumableLoader, no_position, read_with_seeds
 from cadenza.loading.rng import derive_seed, isolated_rng, seed_host
 from cadenza.loading.seeded import worker_options
-from cadenza.loading.shards import Shard, has_shards
+from cadenza.loading.shards import Shard
 from cadenza.status.formats import counted
-
-
-def is_sharded_stream(loader: object) -> bool:
-    """Return whether `loader` is a `DataLoader` over a data set with ``shards()`` and ``read_shard(shard, start)``."""
-    return isinstance(loader, DataLoader) and uses_torch_iteration(loader) and has_shards(loader.dataset)
 
 
 class Position(NamedTuple):
@@ -123,7 +118,7 @@ class ShardedStream(ResumableLoader):
     """A `DataLoader` over a stream with shards. Rank r of W reads the shards r, r + W, ..., and its workers divide these alike.
 
     Args:
-        loader: The user's loader. `is_sharded_stream` is true for it.
+        loader: The user's loader; see `cadenza.loading.resumable_base.is_sharded_stream`.
         seed: The seed of the run.
         shard: The shard of the rank, which says that the loader is sharded already.
         part: The rank and the number of ranks that divide the shards of the stream.
