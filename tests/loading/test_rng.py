@@ -328,7 +328,8 @@ def test_tensors_that_torch_indexes_and_stacks_are_loaded_without_seeding_and_al
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     seeds: list[int] = []
-    monkeypatch.setattr("cadenza.loading.seeded.seed_host", seeds.append)
+    exchange = RNGState.exchange
+    monkeypatch.setattr(RNGState, "exchange", lambda seed: seeds.append(seed) or exchange(seed))
     tensors = TensorDataset(torch.arange(8), torch.rand(8))
 
     def seeded(dataset: Any, **options: Any) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,12 +14,14 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 from cadenza.drivers.name_patterns import Choice, check_choice, named_matches
 from cadenza.drivers.sharding import is_sharded, locals_of, total_norm
 from cadenza.engine.compiled_step import Clip
+from cadenza.engine.session import session_of
 from cadenza.hooks.listener import Listener, silent
 from cadenza.hooks.moments import Callback
 from cadenza.hooks.numbers import check_real
 from cadenza.hooks.order import Phase
 from cadenza.hooks.schedule import Interval, Schedule
 from cadenza.hooks.subscription import periodic
+from cadenza.optim.parameters import parameters_of
 from cadenza.optim.settings import Compared
 from cadenza.text.hints import answered, renamed
 
@@ -132,7 +135,7 @@ class ClipGradients(Callback, Compared):
 
     def _clipped(self, run: Run) -> Iterable[Tensor]:
         """Return the parameters of which `parameters` chooses."""
-        return run.window.parameters
+        return parameters_of(session_of(run).step.updating)  # as run.window.parameters, in less time
 
     def _clip_shards(self, run: Run, gradients: list[Tensor]) -> None:
         """Clip the shards of this rank by the norm of the whole gradients."""
@@ -158,10 +161,12 @@ class ClipGradients(Callback, Compared):
 
 def _are_alike(gradients: list[Tensor]) -> bool:
     """Return whether `clip_alike` can clip: no gradient is of a subclass, and all have one dtype and one device."""
-    dtype, device = gradients[0].dtype, gradients[0].device
-    return device.type in ("cpu", "cuda") and all(
-        type(gradient) is Tensor and gradient.dtype is dtype and gradient.device == device for gradient in gradients
-    )
+    if {*map(type, gradients)} != {Tensor} or len({*map(_KIND, gradients)}) != 1:  # in C, as a loop takes twice the time
+        return False
+    return gradients[0].is_cpu or gradients[0].is_cuda
+
+
+_KIND = attrgetter("dtype", "device")
 
 
 @torch.no_grad()
