@@ -329,7 +329,12 @@ def test_tensors_that_torch_indexes_and_stacks_are_loaded_without_seeding_and_al
 ) -> None:
     seeds: list[int] = []
     exchange = RNGState.exchange
-    monkeypatch.setattr(RNGState, "exchange", lambda seed: seeds.append(seed) or exchange(seed))
+
+    def note(seed: int) -> RNGState:
+        seeds.append(seed)
+        return exchange(seed)
+
+    monkeypatch.setattr(RNGState, "exchange", note)
     tensors = TensorDataset(torch.arange(8), torch.rand(8))
 
     def seeded(dataset: Any, **options: Any) -> bool:

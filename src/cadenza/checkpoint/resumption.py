@@ -80,7 +80,7 @@ def as_it_ended(session: Session, directory: RunDirectory | None, start: Start) 
     session.metrics.history, reached, outcome = ended
     if loaded is not None:
         snapshot.load_model(session, loaded)
-        session.extra_parameters.begin(session.run, session.module.parameters())
+        session.extra_parameters.begin(session.run)
         session.extra_parameters.load_state_dict(loaded.state.get("outside", {}))
         session.run.state.update(placed(session, loaded.state.get("state", {})))
         own = loaded.by_rank[min(session.driver.rank, len(loaded.by_rank) - 1)]

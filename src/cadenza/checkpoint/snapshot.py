@@ -295,9 +295,9 @@ def load_model(session: Session, loaded: Loaded) -> None:
 
 
 def config_of(session: Session, weights: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return the configuration. A run that continues must have the same. `weights` are the present ones, if they are known."""
+    """Return the configuration. A run that continues must have the same. `weights` are those of the model, if known."""
     outside, ranks = session.extra_parameters.shapes(), session.driver.data_world_size
-    weights = state_of(session.module) if weights is None else weights
+    weights = weights or state_of(session.module)
     config = {
         "model": {name: list(value.shape) for name, value in weights.items() if isinstance(value, Tensor)},
         "optimizers": [type(optimizer).__name__ for optimizer in session.optimizers],

@@ -40,7 +40,7 @@ class SingleDriver(Driver):
             return model
         split = is_split(model)
         materialize(model, self.device, self.meeting)
-        return model if split or _is_on(self.device, model) else model.to(self.device)
+        return model if split else model.to(self.device)
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         return model
@@ -81,7 +81,7 @@ def is_split(model: nn.Module) -> bool:
 def _is_on(device: torch.device, model: nn.Module) -> bool:
     """Return whether ``model.to(device)`` would move nothing. A module that moves its tensors in a way of its own may."""
     modules = [*model.modules()]
-    plain = all(kind._apply is nn.Module._apply and kind.to is nn.Module.to for kind in {*map(type, modules)})
+    plain = all(kind._apply is nn.Module._apply and kind.to is nn.Module.to for kind in {type(module) for module in modules})
     return plain and {tensor.device for tensor in tensors_of(modules)} <= {device}
 
 

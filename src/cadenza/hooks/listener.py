@@ -182,7 +182,7 @@ class Trigger:
             leaf: self._asks(leaf) for leaf in schedule.leaves() if isinstance(leaf, When)
         }
         """The functions of the user in the schedule, as they are asked."""
-        self.each_step: bool = schedule == Every("1 step") and self.moments == ("on_step_end",)
+        self.always: bool = schedule == Every("1 step") and self.moments == ("on_step_end",)
         """Whether it is due at each firing: then it is not asked."""
         self.times_due: int = 0
         """How often it was due in this run."""
@@ -211,7 +211,7 @@ class Trigger:
     def due(self, run: Run) -> bool:
         """Return whether its listeners are called now. Ask this once at a firing of the moment."""
         at = run.progress
-        if self.each_step:
+        if self.always:
             return True
         if COUNTERS[self._bound[0]].read(at) < self._bound[1]:
             self.times_due += self._answer
@@ -250,7 +250,7 @@ class Trigger:
 
     def before_at(self, at: Progress) -> Reading:
         """Return the reading at the last firing at which it was asked, or where the fit begins."""
-        if self.each_step and at.step > at.origin.step:
+        if self.always and at.step > at.origin.step:
             return reading(at, at, self.on, self.units)
         return self.before or reading(at.origin, at, self.on, self.units, begun=False)
 
@@ -282,7 +282,7 @@ class Trigger:
 
     def was_due(self, at: Progress) -> int:
         """Return how often it was due in this run."""
-        return at.step - at.origin.step if self.each_step else self.times_due
+        return at.step - at.origin.step if self.always else self.times_due
 
     def owes(self) -> bool:
         """Return whether it is due at the next firing, whatever the counters are then. Every rank must call this."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from cadenza.errors import DataError, nearest
 from cadenza.loading.batches import SampleCounter
 from cadenza.loading.loaders import end_workers
-from cadenza.loading.rng import RNGState
+from cadenza.loading.rng import isolated_rng
 from cadenza.loading.shards import Shard
 
 
@@ -96,11 +96,8 @@ def read_with_seeds(batches: Iterator[Any], seeds: Iterable[int]) -> Iterator[An
     """Yield the batches of a pass, each read with a seed of its own, and end the workers of the pass."""
     try:
         for seed in seeds:
-            outside = RNGState.exchange(seed)  # not a context manager, which takes longer
-            try:
+            with isolated_rng(seed):
                 batch = next(batches, END)
-            finally:
-                outside.restore()
             if batch is END:
                 return
             yield batch

@@ -218,10 +218,7 @@ def numpy_capture(numpy: Any, seed: int | None = None) -> Any:
     else:
         numbers, half = memory.raw, numpy.random.standard_normal()
         state = _tuple_of(numbers, half) if memory.raw == numbers else numbers
-    if seed is not None:
-        numpy.random.seed(seed)
-    elif memory is not None:
-        numpy_restore(numpy, state)
+    numpy_restore(numpy, state) if seed is None else numpy.random.seed(seed)
     return state
 
 

@@ -156,6 +156,7 @@ class Recipe:
                 seed_all(derive_seed(self.seed, rank) if (rank := self.driver.data_rank) else self.seed)
         model = self._prepared_model()
         parameters = ModelParameters(model)
+        elements = sum(parameter.numel() for parameter in parameters)
         optimizers = updates.made(self.optimizer, model, parameters, own_step=self.step_fn is not None) if training else []
         given.give_to(optimizers)
         if training and several:
@@ -175,7 +176,7 @@ class Recipe:
             tokens=self.tokens,
             data_seed=self.driver.broadcast(draw_seed(keep=not draws) if self.seed is None else self.seed),
             replay=part is not None and part.replay,
-            arguments=described(self, parameters, hooks.callbacks, optimizers) | {"accumulate": plain_accumulate(accumulate)},
+            arguments=described(self, elements, hooks.callbacks, optimizers) | {"accumulate": plain_accumulate(accumulate)},
             given=given,
             hooks=hooks,
             progress=self._limits(loader),
@@ -200,7 +201,7 @@ class Recipe:
         session.hooks.on_setup(session.run)
         check_loader(session.loader, "run.loader")
         walk = session.module_flags.walk = Walk(session.module)
-        session.extra_parameters.begin(session.run, walk.parameters.values())
+        session.extra_parameters.begin(session.run, walk)
         session.given.check(session.run)
         session.progress.begin(Counters(), num_batches(session.loader, self.driver.data_shard()))
         boundary.open_loader(session)
@@ -243,11 +244,9 @@ def plain(trainer: Any, names: Iterable[str]) -> dict[str, Any]:
     return {"callbacks": [*names], **given}
 
 
-def described(
-    trainer: Any, parameters: Iterable[nn.Parameter], names: Iterable[str], optimizers: Iterable[Optimizer]
-) -> dict[str, Any]:
+def described(trainer: Any, elements: int, names: Iterable[str], optimizers: Iterable[Optimizer]) -> dict[str, Any]:
     """Return all arguments of a trainer as plain data: of the model its class and size, of the optimizers their settings."""
-    model = f"{type(trainer.model).__name__}, {sum(parameter.numel() for parameter in parameters)} parameters"
+    model = f"{type(trainer.model).__name__}, {elements} parameters"
     return {"model": model, "optimizer": [*map(updates.described, optimizers)], **plain(trainer, names), **trainer._facts}
 
 
@@ -425,7 +424,7 @@ class Part:
         if trainer.driver.after_start is not None:
             session.acts.after_step(trainer.driver.after_start)
         trainer.driver.check_trainable(session.module)  # after the callbacks, which may change layers
-        native = all(isinstance(callback, Callback) for callback in trainer.callbacks)  # others may save without a saver
+        native = all(isinstance(callback, Callback) for callback in trainer.callbacks)  # adapters may save without a saver
         if session.savers or start.loaded is not None or not native:
             session.restored.config = config_of(session)
         before, trainer._last_progress = trainer._last_progress, session.progress

@@ -62,11 +62,10 @@ class Average(AveragedModel):
         with torch.no_grad():
             self._pairs.update(weight_of_new)
 
-    def state_dict(self, *arguments: Any, **options: Any) -> dict[str, Any]:
+    def state_dict(self, *arguments: Any, **options: Any) -> Any:  # type: ignore[override]  # torch's has two forms
         """Return the state of torch's class. Its counter is set here, as setting it at each update would cost 3 us."""
         self.n_averaged.fill_(self.updates)
-        state: dict[str, Any] = super().state_dict(*arguments, **options)
-        return state
+        return super().state_dict(*arguments, **options)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Restore a state that ``state_dict`` returned, also on another number of ranks."""
@@ -204,9 +203,8 @@ class _Pairs:
     def update(self, weight_of_new: float) -> None:
         """Update the average and the buffers."""
         if self.updates and self._averaged:
-            current = self._current
-            if not self._are_alike:
-                current = [new.to(old.dtype) for old, new in zip(self._averaged, self._current, strict=True)]
+            pairing = zip(self._averaged, self._current, strict=True)
+            current = self._current if self._are_alike else [new.to(old.dtype) for old, new in pairing]
             torch._foreach_lerp_(self._averaged, current, weight_of_new)
         else:
             _copy(self._averaged, self._current)

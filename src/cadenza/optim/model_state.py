@@ -32,12 +32,8 @@ class Walk:
 
     def __init__(self, model: nn.Module) -> None:
         self.modules: dict[str, nn.Module] = dict(model.named_modules())
-        named = {
-            f"{path}.{name}" if path else name: parameter
-            for path, module in self.modules.items()
-            for name, parameter in module._parameters.items()
-            if parameter is not None
-        }
+        held = [(f"{path}." if path else "", module._parameters) for path, module in self.modules.items()]
+        named = {f"{path}{name}": value for path, values in held for name, value in values.items() if value is not None}
         is_plain = type(model).named_parameters is nn.Module.named_parameters and len({*map(id, named.values())}) == len(named)
         self.parameters: dict[str, nn.Parameter] = named if is_plain else dict(model.named_parameters())
 

@@ -74,14 +74,9 @@ class ExtraParameters:
         """In the order of the optimizers, without duplicates. Empty until `begin`."""
         self._unchecked: set[int] = set()
 
-    def begin(self, run: Run, of_model: Iterable[nn.Parameter]) -> None:
-        """Find the parameters, and give all ranks the same values. Every rank must call this.
-
-        Args:
-            run: The run.
-            of_model: The parameters of its model.
-        """
-        own = {*map(id, of_model)}
+    def begin(self, run: Run, walk: Walk | None = None) -> None:
+        """Find the parameters, and give all ranks the same values. Every rank must call this. `walk` is one over the model."""
+        own = {*map(id, (walk or Walk(run.driver.unwrap(run.model))).parameters.values())}
         self.parameters = list(
             {id(parameter): parameter for parameter in parameters_of(run.optimizers) if id(parameter) not in own}.values()
         )
