@@ -62,7 +62,7 @@ class Average(AveragedModel):
         with torch.no_grad():
             self._pairs.update(weight_of_new)
 
-    def state_dict(self, *arguments: Any, **options: Any) -> Any:  # type: ignore[override]  # torch's has two forms
+    def state_dict(self, *arguments: Any, **options: Any) -> Any:
         """Return the state of torch's class. Its counter is set here, as setting it at each update would cost 3 us."""
         self.n_averaged.fill_(self.updates)
         return super().state_dict(*arguments, **options)
