@@ -9,11 +9,12 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from cadenza import Evaluation, Trainer, supervised
 from cadenza.engine.evaluation import evaluate
@@ -113,6 +114,52 @@ def loaders(rounds: int, batches: int, workers: int, shape: tuple[int, int]) -> 
         in_turn(ways, rounds, batches, named, time.perf_counter)
 
 
+class Slow(Dataset[Tensor]):
+    """Batches that take a number of microseconds each, of a user's own class."""
+
+    def __init__(self, count: int, us: float) -> None:
+        self.count, self.us, self.batch = count, us, torch.randn(16, 32)
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> Tensor:
+        end = time.perf_counter() + self.us * 1e-6
+        while time.perf_counter() < end:
+            pass
+        return self.batch
+
+
+class Stream(IterableDataset[Tensor]):
+    """The same as a stream."""
+
+    def __init__(self, data: Slow) -> None:
+        self.data = data
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return map(self.data.__getitem__, range(len(self.data)))
+
+
+def own_data(rounds: int, batches: int) -> None:
+    """Read data sets of the user's own, in which anything may draw random numbers."""
+    for us in (40, 1000):
+        slow = Slow(batches if us < 100 else batches // 8, us)
+        for kind, data in (("data set", slow), ("IterableDataset", Stream(slow))):
+            torchs = f"{kind} of the user, {us} us, DataLoader"
+            theirs = DataLoader(data, 1, collate_fn=lambda items: items[0])
+            ours = resumable(DataLoader(data, 1, collate_fn=lambda items: items[0]), 1)
+            ways = {torchs: read(lambda loader=theirs: loader), "the same in a run": read(lambda ours=ours: ours.batches(0, 0))}
+            in_turn(ways, rounds, len(slow), torchs, time.process_time)
+    rows = torch.randn(10**7, 4)
+    source, order = resumable(TensorBatches(rows, batch_size=16, shuffle=True), 1), torch.randperm(len(rows))
+    by_index = "10 million samples, an index loop"
+    ways = {
+        by_index: read(lambda: (rows[order[16 * number : 16 * number + 16]] for number in range(batches))),
+        "shuffled TensorBatches in a run": read(lambda: islice(source.batches(0, 0), batches)),
+    }
+    in_turn(ways, rounds, batches, by_index, time.process_time)
+
+
 def evaluations(rounds: int, batches: int) -> None:
     """Evaluate by hand and with Cadenza."""
     data = [(torch.randn(16, 32), torch.randint(0, 10, (16,))) for _ in range(batches)]
@@ -163,6 +210,7 @@ def main() -> None:
     torch.manual_seed(0)
     for shape in ((16, 32), (64, 784)):
         loaders(arguments.rounds, arguments.batches, arguments.workers, shape)
+    own_data(arguments.rounds, arguments.batches)
     for batches in (10, arguments.batches):
         evaluations(arguments.rounds if batches > 10 else 20 * arguments.rounds, batches)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import math
+import os
 import threading
 import time
 import weakref
@@ -551,3 +552,22 @@ def test_a_file_that_joins_is_linked_or_copied_and_its_checksum_is_that_of_its_b
         monkeypatch.setattr("os.link", refuse)
     assert files.add("step/a/config.json", source) == facts_of(source.read_bytes())
     assert (source.stat().st_nlink == 2) is linked
+
+
+def test_a_short_run_flushes_to_the_disk_no_more_often_than_a_power_cut_demands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts, flush = {"start": 0, "end": 0}, os.fsync
+    stage = ["start"]
+
+    def note(descriptor: int) -> None:
+        counts[stage[0]] += 1
+        flush(descriptor)
+
+    monkeypatch.setattr(os, "fsync", note)
+    mark = on(Callback.on_step_start)(lambda run: stage.__setitem__(0, "end"))
+    tiny_run(callbacks=[Checkpoint("1 epoch"), mark], epochs=1, directory=tmp_path / "run")
+    # The start: run.json twice, the name of the folder. The end: four files, their folder, its new name, the records, the
+    # names in the run's directory, the rules that keep checkpoints, and the outcome.
+    assert counts["start"] <= 3
+    assert counts["end"] <= 10 + 1  # decisions, if there are any

@@ -171,3 +171,32 @@ def test_a_trial_has_the_modes_of_the_run() -> None:
     model.head.register_forward_pre_hook(lambda *_: modes.append(in_evaluation_mode(model)))
     trained(model, callbacks=[FindLearningRate(steps=10)]).fit()
     assert modes == [BACKBONE] * 15
+
+
+def test_the_start_walks_over_the_modules_of_a_model_a_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, walks, walk = nn.Sequential(nn.Linear(1, 4), nn.Linear(4, 1)), list[nn.Module](), nn.Module.named_modules
+
+    def note(module: nn.Module, *arguments: Any, **options: Any) -> Any:
+        walks.append(module)
+        return walk(module, *arguments, **options)
+
+    monkeypatch.setattr(nn.Module, "named_modules", note)
+    counts: list[int] = []
+    count = on(Callback.on_step_start)(lambda run: counts.append(sum(module is model for module in walks)))
+    tiny_trainer(model=model, steps=1, callbacks=[count]).fit()
+    assert counts[0] <= 5
+
+
+@pytest.mark.parametrize("on_instance", [True, False])
+def test_a_module_with_its_own_train_is_asked_also_in_training_mode(on_instance: bool) -> None:
+    class Own(nn.Linear):
+        def train(self, mode: bool = True) -> Own:
+            self.asked = True
+            return super().train(mode)
+
+    model = (nn.Linear if on_instance else Own)(1, 1)
+    model.asked = False  # type: ignore[assignment]
+    if on_instance:
+        model.train = lambda mode=True: setattr(model, "asked", True)  # type: ignore[assignment,return-value]
+    tiny_trainer(model=model, steps=1).fit()
+    assert model.asked

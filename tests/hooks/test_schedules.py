@@ -368,3 +368,14 @@ def test_ranks_look_at_a_clock_of_minutes_about_once_a_second() -> None:
     assert next_step_after(5000, 50.0) == pytest.approx(5201 + 100, abs=2)
     assert next_step_after(1, 600.0) <= progress.step, "the time is up"
     assert trigger.due(run)
+
+
+def test_after_a_resume_a_schedule_that_joins_one_of_each_step_does_not_call_for_steps_before(tmp_path: Path) -> None:
+    each, joined = list[int](), list[int]()
+    every_step = on(Callback.on_step_end, every="1 step")(lambda run: each.append(run.progress.step))
+    fifth = on(Callback.on_step_end, every="5 steps")(lambda run: joined.append(run.progress.step))
+    for epochs, callbacks in ((1, [every_step]), (2, [every_step, fifth])):
+        trainer = tiny_trainer(callbacks=[*callbacks, Checkpoint("1 epoch")], epochs=epochs, batches=6, directory=tmp_path)
+        run = trainer.fit(resume="auto")
+    assert (each, joined) == ([*range(1, 13)], [10])
+    assert not [decision for decision in run.decisions if decision.what == "never fired"]

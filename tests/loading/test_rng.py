@@ -328,7 +328,13 @@ def test_tensors_that_torch_indexes_and_stacks_are_loaded_without_seeding_and_al
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     seeds: list[int] = []
-    monkeypatch.setattr("cadenza.loading.seeded.seed_host", seeds.append)
+    exchange = RNGState.exchange
+
+    def note(seed: int) -> RNGState:
+        seeds.append(seed)
+        return exchange(seed)
+
+    monkeypatch.setattr(RNGState, "exchange", note)
     tensors = TensorDataset(torch.arange(8), torch.rand(8))
 
     def seeded(dataset: Any, **options: Any) -> bool:

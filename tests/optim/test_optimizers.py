@@ -138,6 +138,7 @@ def not_contiguous() -> nn.Linear:
         (partial(AdamW, differentiable=True), tiny_model, "AdamW, not fused: differentiable=True was given"),
         (AdamW, lambda: nn.Linear(1, 1, dtype=torch.complex64), "AdamW, not fused: a parameter is of torch.complex64"),
         (AdamW, not_contiguous, "AdamW, not fused: a parameter is not contiguous in memory"),
+        (partial(SGD, lr=0.1, momentum=0.9), not_contiguous, "SGD, not fused: a parameter is not contiguous in memory"),
         (Adagrad, lambda: nn.Sequential(nn.Embedding(3, 2, sparse=True)), "Adagrad, not fused: the model has sparse gradients"),
         (partial(SGD, lr=0.1, momentum=0.9, dampening=0.1), tiny_model, "SGD, not fused: dampening is not 0"),
     ],

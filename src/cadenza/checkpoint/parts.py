@@ -26,7 +26,7 @@ from cadenza.loading.rng import RNGState, derive_seed
 from cadenza.loading.settings import loader_settings, ordered_by_sample
 from cadenza.loading.shards import Shard
 from cadenza.optim.held_weights import holders_in
-from cadenza.optim.model_state import plain_name
+from cadenza.optim.model_state import Walk, plain_name
 from cadenza.optim.optimizers import changed_by_loading, is_of_torch, load_state, loadable
 from cadenza.optim.parameters import parameters_of
 from cadenza.records.history import History
@@ -136,7 +136,7 @@ def _optimizers(to: Target, states: Sequence[Mapping[str, Any]]) -> None:
 
 def _parameter_names(session: Session) -> list[list[str | None]]:
     """Return the names of the parameters of each optimizer, for exports; None for a parameter outside of the model."""
-    names = {id(parameter): plain_name(name) for name, parameter in session.module.named_parameters()}
+    names = {id(parameter): plain_name(name) for name, parameter in Walk(session.module).parameters.items()}
     return [[names.get(id(parameter)) for parameter in parameters_of([optimizer])] for optimizer in session.optimizers]
 
 

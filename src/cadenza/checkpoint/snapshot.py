@@ -113,7 +113,8 @@ def take(session: Session, reason: str, fixed: Mapping[str, Any] | None = None) 
     """
     if not session.metrics.buffer.idle:
         session.metrics.deliver(session.run, wait=True)  # a record with numbers that are still on the device would be lost
-    weights, config = state_of(session.module), config_of(session)
+    weights = state_of(session.module)
+    config = config_of(session, weights)
     tensors = {name: value for name, value in weights.items() if isinstance(value, Tensor)}
     extra = {name: value for name, value in weights.items() if name not in tensors}
     state: dict[str, Any] = {"config": config, **changed_of(session, config), "model_extra": extra, **(fixed or {})}
@@ -293,9 +294,10 @@ def load_model(session: Session, loaded: Loaded) -> None:
         raise CheckpointMismatchError(f"{loaded.name} does not fit the model, which did not load {', '.join(missing)}")
 
 
-def config_of(session: Session) -> dict[str, Any]:
-    """Return the configuration. A run that continues must have the same."""
-    weights, outside, ranks = state_of(session.module), session.extra_parameters.shapes(), session.driver.data_world_size
+def config_of(session: Session, weights: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return the configuration. A run that continues must have the same. `weights` are those of the model, if known."""
+    outside, ranks = session.extra_parameters.shapes(), session.driver.data_world_size
+    weights = weights or state_of(session.module)
     config = {
         "model": {name: list(value.shape) for name, value in weights.items() if isinstance(value, Tensor)},
         "optimizers": [type(optimizer).__name__ for optimizer in session.optimizers],

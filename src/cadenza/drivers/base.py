@@ -229,7 +229,7 @@ class Driver(ABC):
         """Raise `ValueError` for arguments of a trainer that this driver does not support."""
 
     def check_model(self, model: nn.Module) -> None:
-        """Raise `ValueError` if `prepare` could not give values to all tensors of `model` that are on the device ``meta``."""
+        """Raise `ValueError` for lazy tensors, and for those on the device ``meta`` to which `prepare` could give no values."""
         if self.device.type != "meta":
             check_can_materialize(model)
 

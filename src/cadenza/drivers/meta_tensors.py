@@ -8,13 +8,14 @@ number of ranks.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from os import PathLike
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cadenza.drivers.consensus import Meeting, decided
@@ -30,24 +31,29 @@ Init = Callable[[nn.Module], object]
 
 def empty_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return the parameters and buffers on the device ``meta``, by name; one that several modules have only once."""
-    if not any(tensor.is_meta for tensor in tensors_of(model)):
+    if not any(tensor.is_meta for tensor in tensors_of(model.modules())):
         return {}
     return {name: tensor for name, tensor in [*model.named_parameters(), *model.named_buffers()] if tensor.is_meta}
 
 
-def tensors_of(model: nn.Module) -> Iterator[Tensor]:
-    """Yield the parameters and buffers in one walk, without names."""
-    for module in model.modules():
-        for tensor in (*module._parameters.values(), *module._buffers.values()):
-            if tensor is not None:
-                yield tensor
+def tensors_of(modules: Iterable[nn.Module]) -> list[Tensor]:
+    """Return the parameters and buffers that modules hold themselves. One that several modules have occurs several times."""
+    held = [values for module in modules for values in (module._parameters, module._buffers)]
+    return [tensor for values in held for tensor in values.values() if tensor is not None]
 
 
 def check_can_materialize(model: nn.Module, init: Init | None = None, weights: str | PathLike[str] | None = None) -> None:
-    """Raise `ValueError` if a tensor on the device ``meta`` would get no value; see `materialize`."""
-    empty = empty_tensors(model)
-    if init is not None or not empty:
+    """Raise `ValueError` if a tensor is lazy, or on the device ``meta`` and would get no value; see `materialize`."""
+    tensors = tensors_of(model.modules())
+    if any(map(is_lazy, tensors)):
+        not_made = [name for name, tensor in [*model.named_parameters(), *model.named_buffers()] if is_lazy(tensor)]
+        raise ValueError(
+            f"model has {len(not_made)} uninitialized lazy tensors: {few(not_made, 3)}. Run the model once on a batch before "
+            "you make the optimizer and the trainer."
+        )
+    if init is not None or not any(tensor.is_meta for tensor in tensors):
         return
+    empty = empty_tensors(model)
     aliases = aliases_in(model)
     stored = set() if weights is None else set(tensors_in_file(weights, aliases))
     unset = [name for name in empty if not stored & {*aliases[name]}]
@@ -139,7 +145,7 @@ class _Materializing:
         if self._path is not None and self._tells:
             self._warn()
         for module in _children_first(self._model, set()):
-            if any(_storage(tensor) in self._needed for tensor in tensors_of(module)):
+            if any(_storage(tensor) in self._needed for tensor in tensors_of(module.modules())):
                 self._initialize(module)
         for name, stored in self._found.items():
             target = self._targets[name]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from cadenza.drivers.base import Driver, Reduction
-from cadenza.drivers.meta_tensors import materialize
+from cadenza.drivers.meta_tensors import materialize, tensors_of
 from cadenza.loading.batches import Mover
 
 
@@ -36,9 +36,11 @@ class SingleDriver(Driver):
         self.to_device: Callable[[Any], Any] = Mover(self.device)
 
     def prepare(self, model: nn.Module) -> nn.Module:
+        if _is_on(self.device, model):
+            return model
         split = is_split(model)
         materialize(model, self.device, self.meeting)
-        return model if split or _is_on(self.device, model) else model.to(self.device)
+        return model if split else model.to(self.device)
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         return model
@@ -78,15 +80,9 @@ def is_split(model: nn.Module) -> bool:
 
 def _is_on(device: torch.device, model: nn.Module) -> bool:
     """Return whether ``model.to(device)`` would move nothing. A module that moves its tensors in a way of its own may."""
-    return all(
-        type(module)._apply is nn.Module._apply
-        and type(module).to is nn.Module.to
-        and all(
-            parameter is None or parameter.device == device
-            for parameter in (*module._parameters.values(), *module._buffers.values())
-        )
-        for module in model.modules()
-    )
+    modules = [*model.modules()]
+    plain = all(kind._apply is nn.Module._apply and kind.to is nn.Module.to for kind in {type(module) for module in modules})
+    return plain and {tensor.device for tensor in tensors_of(modules)} <= {device}
 
 
 def _best() -> torch.device:

@@ -11,12 +11,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from cadenza.drivers.meta_tensors import tensors_of
 from cadenza.engine.objective import supervised
 from cadenza.errors import CallbackError, DataError, ScheduleError, nearest
 from cadenza.files.paths import local_path
@@ -32,7 +30,7 @@ from cadenza.loading.shards import Shard, check_enough_batches
 from cadenza.optim.precision import check_precision
 from cadenza.optim.rates import is_counted
 from cadenza.optim.settings import Settings
-from cadenza.status.formats import counted, few
+from cadenza.status.formats import counted
 from cadenza.status.progress import Accumulation, Change, Progress
 from cadenza.status.reprs import brief, signature_of
 from cadenza.text.hints import hints, moment_meant
@@ -87,7 +85,6 @@ def check_parts(model: object, optimizer: object, loader: object, compute_loss: 
     """Raise `TypeError` or `ValueError` for an argument of the wrong kind."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, or a function without arguments that makes one; got {_models(model)}")
-    _check_data_of(model)
     if isinstance(optimizer, str) or not (callable(optimizer) or isinstance(optimizer, Optimizer | Sequence)):
         raise TypeError(
             f"optimizer must be an optimizer, a list of them, or a function of the parameters; got {optimizer!r}. Give one of "
@@ -141,16 +138,6 @@ def _check_takes_two(name: str, function: Any, taken: str) -> None:
         raise TypeError(
             f"{name} is called with {taken}, and takes {parameters}. Unpack the batch in it, as in `inputs, targets = batch`."
         ) from None
-
-
-def _check_data_of(model: nn.Module) -> None:
-    if any(map(is_lazy, tensors_of(model))):
-        tensors = [*model.named_parameters(), *model.named_buffers()]
-        not_made = [name for name, tensor in tensors if is_lazy(tensor)]
-        raise ValueError(
-            f"model has {len(not_made)} uninitialized lazy tensors: {few(not_made, 3)}. Run the model once on a batch before "
-            "you make the optimizer and the trainer."
-        )
 
 
 def checked_lengths(*, ends_itself: bool = False, **limits: int | None) -> dict[str, int | None]:

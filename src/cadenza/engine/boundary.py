@@ -76,8 +76,9 @@ def count_epoch(session: Session) -> None:
     progress, cursor = session.progress, session.cursor
     if session.due.state is not None:
         return
-    if session.loop is Loops.FIT and session.advises:
-        warn_of_new_doubts(session)  # before hooks may leave evaluation modes that train nothing any more
+    if session.loop is Loops.FIT and session.advises and not progress.epoch & (progress.epoch + 1):
+        # Not after each epoch but after 1, 2, 4, 8 ..., as it takes time. Hooks may leave evaluation modes that train nothing.
+        warn_of_new_doubts(session)
     if cursor.exhausted or session.sync.requests.end_epoch or progress.batch_in_epoch == progress.batches_per_epoch:
         progress.finish_epoch()
         change_windows(session)

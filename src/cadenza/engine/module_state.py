@@ -18,7 +18,7 @@ from cadenza.drivers.base import Driver
 from cadenza.drivers.name_patterns import check_choice, named_matches
 from cadenza.drivers.sharding import same_bits
 from cadenza.engine.step_state import Decide
-from cadenza.optim.model_state import is_compiled, plain_name
+from cadenza.optim.model_state import Walk, is_compiled, plain_name
 from cadenza.optim.parameters import parameters_of
 from cadenza.optim.precision import BackwardPass
 from cadenza.status.formats import counted, few
@@ -43,6 +43,8 @@ class ModuleFlags:
         self._expected: dict[tuple[str, str], bool] = {}
         self.saved: Mapping[str, Mapping[str, bool]] = {}
         """The result of `changed` in the checkpoint at which this run continues."""
+        self.walk: Walk | None = None
+        """A walk over the model since which no hook was called; None if there is none."""
         self.keeps_modes: bool = False
         """Whether a model in evaluation mode is trained in this mode, as in Lightning."""
         self.doubted: set[str] = set()
@@ -54,12 +56,15 @@ class ModuleFlags:
         A model in evaluation mode is put into training mode. In a model in training mode, each module keeps its mode. Every
         rank must call this.
         """
-        if not self.keeps_modes:
-            kept = [module for module in self._model.modules() if not module.training] if self._model.training else []
-            model.train()  # also if it is in training mode: its class may define what this does
+        walk, self.walk = self.walk or Walk(self._model), None
+        modules = walk.modules.values()
+        own = any(getattr(module.train, "__func__", None) is not nn.Module.train for module in [model, *modules])
+        if not self.keeps_modes and (own or not (model.training and self._model.training)):  # else nothing would change
+            kept = [module for module in modules if not module.training] if self._model.training else []
+            model.train()
             for module in kept:
                 module.training = False
-        self._expected = {(flag, name): getattr(part, flag) for flag, name, part in self._parts()}
+        self._expected = {key: getattr(part, key[0]) for key, part in self._parts(walk).items()}
         if self.saved and (lines := list(self._restored())):
             decide("flags restored", "; ".join(lines), who="the trainer")
             driver.renew(model)
@@ -67,17 +72,17 @@ class ModuleFlags:
     def expect(self, parts: Iterable[Tensor | nn.Module], on: bool) -> None:
         """Expect the flags of `parts` to be `on`. Checkpoints leave them out, as the callback sets them again."""
         own = {id(part) for part in parts}
-        self._expected |= {(flag, name): on for flag, name, part in self._parts() if id(part) in own}
+        self._expected |= {(flag, name): on for (flag, name), part in self._parts().items() if id(part) in own}
 
     def rewind(self) -> None:
         """Set the flags of the start again: the run continues at a checkpoint before the changes."""
-        for flag, name, part in self._parts():
+        for (flag, name), part in self._parts().items():
             setattr(part, flag, self._expected.get((flag, name), getattr(part, flag)))
 
-    def doubts(self, trained: Container[int]) -> Iterator[str]:
+    def doubts(self, named: Mapping[str, nn.Module], trained: Container[int]) -> Iterator[str]:
         """Yield a warning if parameters in modules in evaluation mode are trained. `trained` are the ids of parameters."""
         if self._model.training or self.keeps_modes or self._expected:  # else `begin` sets the mode
-            modules = in_evaluation_mode(self._model, trained)
+            modules = in_evaluation_mode(named, trained)
             expected = [name for name in modules if not self._expected.get(("training", plain_name(name)), True)]
             names = [name or "the model" for name, trains in modules.items() if trains and name not in expected]
             if names:
@@ -95,7 +100,7 @@ class ModuleFlags:
             decide: Records the changes that were undone.
             who: The author of the decision.
         """
-        before = [(flag, name, part, getattr(part, flag)) for flag, name, part in self._parts()]
+        before = [(flag, name, part, getattr(part, flag)) for (flag, name), part in self._parts().items()]
         yield
         if lines := [line for flag, name, part, value in before for line in _changed(flag, name, part, value)]:
             decide("flags restored", "; ".join(lines), who=who)
@@ -103,7 +108,7 @@ class ModuleFlags:
     def changed(self) -> dict[str, dict[str, bool]]:
         """Return, by flag and name, the flags that differ from the expected ones."""
         changed: dict[str, dict[str, bool]] = {}
-        for flag, name, part in self._parts():
+        for (flag, name), part in self._parts().items():
             present = getattr(part, flag)
             if present is not self._expected.get((flag, name), present):
                 changed.setdefault(flag, {})[name] = present
@@ -111,26 +116,24 @@ class ModuleFlags:
 
     def _restored(self) -> Iterator[str]:
         """Set the saved flags; yield a line for each one that changes."""
-        for flag, name, part in self._parts():
+        for (flag, name), part in self._parts().items():
             saved = self.saved.get(flag, {}).get(name)
             if saved is None:
                 continue
             self._expected[flag, name] = not saved  # so that the next checkpoint holds it, too
             yield from _changed(flag, name, part, saved)
 
-    def _parts(self) -> Iterator[tuple[str, str, Any]]:
-        """Yield each flag with the name and the object that holds it."""
-        modules, known = [(plain_name(path), module) for path, module in self._model.named_modules()], set[int]()
-        for path, module in modules:  # as named_parameters does, in one walk with that over the modules
-            for name, parameter in module._parameters.items():
-                if parameter is not None and id(parameter) not in known:
-                    known.add(id(parameter))
-                    yield "requires_grad", f"{path}.{name}" if path else name, parameter
+    def _parts(self, walk: Walk | None = None) -> dict[tuple[str, str], Any]:
+        """Return by flag and name the objects that hold the flags."""
+        walk = walk or Walk(self._model)
+        parts: dict[tuple[str, str], Any] = {
+            ("requires_grad", plain_name(name)): held for name, held in walk.parameters.items()
+        }
+        known = {*map(id, walk.parameters.values())}
         for index, tensor in enumerate(parameters_of(self._optimizers)):
             if id(tensor) not in known:  # such as one of a loss
-                yield "requires_grad", f"parameter {index} of the optimizers", tensor
-        for path, module in modules:
-            yield "training", path, module
+                parts["requires_grad", f"parameter {index} of the optimizers"] = tensor
+        return parts | {("training", plain_name(path)): module for path, module in walk.modules.items()}
 
 
 def _changed(flag: str, name: str, part: Any, value: bool) -> Iterator[str]:
@@ -140,15 +143,15 @@ def _changed(flag: str, name: str, part: Any, value: bool) -> Iterator[str]:
         yield f"{flag} of {name or 'the model'} is {value}"
 
 
-def in_evaluation_mode(model: nn.Module, trained: Container[int]) -> dict[str, bool]:
+def in_evaluation_mode(modules: Mapping[str, nn.Module], trained: Container[int]) -> dict[str, bool]:
     """Return the outermost modules in evaluation mode by name, and whether parameters in it, in this mode, are trained.
 
     Args:
-        model: The model.
+        modules: The modules of a model by name, as in ``named_modules()``.
         trained: The ids of parameters that an optimizer holds.
     """
     found: dict[str, bool] = {}
-    for path, module in model.named_modules():
+    for path, module in modules.items():
         if not module.training:
             outermost = next((other for other in found if not other or path.startswith(f"{other}.")), path)
             own = [parameter for parameter in module._parameters.values() if parameter is not None]

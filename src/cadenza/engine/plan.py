@@ -21,6 +21,7 @@ from cadenza.hooks.dispatch import Hooks
 from cadenza.hooks.listener import Listener
 from cadenza.hooks.moments import BaseCallback, Callback, Moment, moments_of
 from cadenza.hooks.subscription import Subscription
+from cadenza.optim.model_state import Walk
 from cadenza.optim.parameters import parameters_of
 from cadenza.status.decisions import WhyNot
 from cadenza.status.formats import counted, few, folded
@@ -222,7 +223,7 @@ def never_fired(hooks: Hooks, progress: Progress, evaluated: bool) -> list[tuple
     for moment, listeners in hooks.by_moment.items():
         name = moment.__name__
         for listener in [listener for listener in listeners if not listener.inner]:
-            if listener.trigger is not None and not listener.trigger.times_due and name not in _RARE:
+            if listener.trigger is not None and not listener.trigger.was_due(progress) and name not in _RARE:
                 rows.append((f"{listener}, {name}", f"the run ended at {progress.now()}"))
             elif name.startswith("on_eval_") and not evaluated and moment not in hooks.fired:
                 if getattr(hooks.callbacks[listener.owner], "shows_progress", False):
@@ -233,8 +234,8 @@ def never_fired(hooks: Hooks, progress: Progress, evaluated: bool) -> list[tuple
     return rows
 
 
-def doubts(session: Session) -> Iterator[str]:
-    """Yield a warning for each setting that is allowed, and is often a mistake."""
+def doubts(session: Session, walk: Walk) -> Iterator[str]:
+    """Yield a warning for each setting that is allowed, and is often a mistake. `walk` is one over the model."""
     batches = session.progress.batches_per_epoch
     if batches is not None and batches < session.accumulate:
         yield (
@@ -242,11 +243,9 @@ def doubts(session: Session) -> Iterator[str]:
             "accumulation window"
         )
     held = {id(parameter) for parameter in parameters_of(session.optimizers)}
-    left = [
-        name for name, parameter in session.module.named_parameters() if parameter.requires_grad and id(parameter) not in held
-    ]
-    yield from session.extra_parameters.doubts(held, session.module)
-    yield from session.module_flags.doubts(held)
+    left = [name for name, value in walk.parameters.items() if value.requires_grad and id(value) not in held]
+    yield from session.extra_parameters.doubts(held, walk.parameters.values())
+    yield from session.module_flags.doubts(walk.modules, held)
     if left:
         yield (
             f"no optimizer holds {counted(len(left), 'parameter')} that require a gradient, so they are not trained: "
@@ -426,7 +425,7 @@ def _due(session: Session, listeners: Iterable[Listener]) -> Iterator[str]:
 def _next(session: Session, listener: Listener) -> str:
     trigger = listener.trigger
     if trigger is None or session.outcome is not None:
-        return f"; it was due {counted(trigger.times_due if trigger is not None else 0, 'time')}"
+        return f"; it was due {counted(trigger.was_due(session.progress) if trigger is not None else 0, 'time')}"
     step, limit = trigger.next_step(session.progress), session.progress.total("step")
     if step == math.inf:
         return ", and not again in this run"

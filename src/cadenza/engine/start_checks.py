@@ -27,6 +27,7 @@ from cadenza.errors import DistributedError
 from cadenza.files.new_directory import NewDirectory, meant_instead
 from cadenza.loading.loaders import is_read_once, length_of
 from cadenza.loading.settings import loader_hints
+from cadenza.optim.model_state import Walk
 from cadenza.optim.optimizers import notes
 from cadenza.status.formats import counted, duration, few, for_screen
 from cadenza.status.progress import Progress
@@ -97,20 +98,21 @@ def _check_each_computes(session: Session, otherwise: str) -> None:
             )
 
 
-def warn_of_doubts(session: Session, *, own_optimizer: bool) -> None:
+def warn_of_doubts(session: Session, walk: Walk, *, own_optimizer: bool) -> None:
     """Warn of parameters that no optimizer holds, of short accumulation windows, and of slow optimizers and loaders.
 
     Args:
         session: The session of the run.
+        walk: A walk over its model.
         own_optimizer: Whether the user made the optimizers.
     """
-    warn_of_new_doubts(session)
+    warn_of_new_doubts(session, walk)
     warn_of_notes(session, [*notes(session.optimizers, session.module, own=own_optimizer), *loader_hints(session.loader)])
 
 
-def warn_of_new_doubts(session: Session) -> None:
+def warn_of_new_doubts(session: Session, walk: Walk | None = None) -> None:
     """Warn of the same parameters and windows, and of trained modules in evaluation mode: each text once in a run."""
-    for doubt in doubts(session):
+    for doubt in doubts(session, walk or Walk(session.module)):
         if doubt not in session.module_flags.doubted:
             session.module_flags.doubted.add(doubt)
             session.warn(doubt)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,12 +15,20 @@ from cadenza.engine.objective import checked_loss
 from cadenza.engine.session import Loops, Session
 from cadenza.engine.step_state import AccumulationWindow, number_on_host
 from cadenza.hooks.moments import Callback
-from cadenza.optim.parameters import distinct_gradients
+from cadenza.optim.parameters import distinct_gradients, parameters_of
 from cadenza.records.scalars import as_number
 from cadenza.status.outputs import Outputs
 
+if TYPE_CHECKING:
+    from cadenza.run import Run
+
 StepOptimizers = Callable[[Sequence[Optimizer]], Sequence[Optimizer]]
 """Lets optimizers step, and returns those that skipped the update, as `Precision.step`."""
+
+
+def updated_parameters(run: Run) -> Iterator[Tensor]:
+    """Yield what ``run.window.parameters`` lists, in less time."""
+    return parameters_of(run._session.step.updating)
 
 
 def backward(session: Session, outputs: Outputs, window: AccumulationWindow | None = None) -> None:

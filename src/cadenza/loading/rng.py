@@ -7,6 +7,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from importlib import import_module
 from itertools import chain, count
 from typing import Any, NamedTuple
 
@@ -101,12 +102,18 @@ class RNGState(NamedTuple):
     def capture(*, devices: bool = True) -> RNGState:
         """Return the current RNG state; without `devices`, that of the generators on the host alone."""
         numpy = sys.modules.get("numpy")
-        return RNGState(
-            python=random.getstate(),
-            torch_cpu=torch.default_generator.get_state(),
-            devices=_states_of_devices() if devices else {},
-            numpy=None if numpy is None else numpy_capture(numpy),
-        )
+        devices_now = _states_of_devices() if devices else {}
+        numpy_now = None if numpy is None else numpy_capture(numpy)
+        return RNGState(random.getstate(), torch.default_generator.get_state(), devices_now, numpy_now)
+
+    @staticmethod
+    def exchange(seed: int) -> RNGState:
+        """Do as `seed_host`, and return the RNG state before, without that of devices. It takes less time than `capture`."""
+        numpy = sys.modules.get("numpy")
+        python, torch_cpu = random.getstate(), torch.default_generator.get_state()
+        random.seed(seed)
+        torch.default_generator.manual_seed(seed)
+        return RNGState(python, torch_cpu, {}, None if numpy is None else numpy_capture(numpy, seed % 2**32))
 
     def to_plain(self, own: int | None = None) -> dict[str, Any]:
         """Return the RNG state as plain values and tensors. That of the device with the index `own` is the first."""
@@ -141,10 +148,8 @@ class RNGState(NamedTuple):
         torch.default_generator.set_state(self.torch_cpu)
         if self.devices:
             _set_devices(self.devices)
-        if self.numpy is not None:
-            import numpy  # the saved run used it; this one may not have imported it yet
-
-            numpy_restore(numpy, self.numpy)
+        if self.numpy is not None:  # the saved run used it; this one may not have imported it yet
+            numpy_restore(sys.modules.get("numpy") or import_module("numpy"), self.numpy)
 
 
 def _own_first(states: Mapping[int, Tensor], own: int | None) -> list[Tensor]:
@@ -189,9 +194,8 @@ def preserve_rng_state() -> Iterator[None]:
 @contextmanager
 def isolated_rng(seed: int) -> Iterator[None]:
     """Seed the generators on the host inside; restore their state at the end, also after an error."""
-    outside = RNGState.capture(devices=False)
+    outside = RNGState.exchange(seed)
     try:
-        seed_host(seed)
         yield
     finally:
         outside.restore()
@@ -199,21 +203,22 @@ def isolated_rng(seed: int) -> Iterator[None]:
 
 # -- the generator of numpy ------------------------------------------------------------------------
 
-_SIZE = 625 * 4  # bytes of a Mersenne twister: its numbers, and the index of the next one
+_Memory = ctypes.c_char * (625 * 4)  # a Mersenne twister: its numbers, and the index of the next one
 
 
-def numpy_capture(numpy: Any) -> Any:
-    """Return the state of numpy's global generator: as bytes or, for other generators, as numpy returns it.
+def numpy_capture(numpy: Any, seed: int | None = None) -> Any:
+    """Return the state of numpy's global generator: as bytes or, for other generators, as numpy returns it. Then seed it.
 
     ``numpy.random.get_state`` takes 90 microseconds, and this 4. The numbers of a Mersenne twister lie at an address that numpy
     documents (``bit_generator.ctypes.state_address``). Half of a pair of normal numbers may wait beside them: then the next
     normal number leaves them unchanged. Before numpy 1.24, and for other generators, ``get_state`` is called.
     """
     if (memory := _memory_in(numpy)) is None:
-        return numpy.random.get_state(legacy=False)
-    numbers, half = memory.raw, numpy.random.standard_normal()
-    state = _tuple_of(numbers, half) if memory.raw == numbers else numbers
-    numpy_restore(numpy, state)
+        state = numpy.random.get_state(legacy=False)
+    else:
+        numbers, half = memory.raw, numpy.random.standard_normal()
+        state = _tuple_of(numbers, half) if memory.raw == numbers else numbers
+    numpy_restore(numpy, state) if seed is None else numpy.random.seed(seed)
     return state
 
 
@@ -230,7 +235,7 @@ def numpy_restore(numpy: Any, state: Any) -> None:
 def _memory_in(numpy: Any) -> Any:
     """Return the memory of the numbers of numpy's global generator; None if their address is not known."""
     generator: Any = getattr(numpy.random, "get_bit_generator", lambda: None)()
-    return (ctypes.c_char * _SIZE).from_address(generator.ctypes.state_address) if _is_twister(numpy, generator) else None
+    return _Memory.from_address(generator.ctypes.state_address) if _is_twister(numpy, generator) else None
 
 
 def _is_twister(numpy: Any, generator: object) -> bool:

@@ -127,14 +127,15 @@ class SeededDataset:
         return samples
 
     def _load(self, request: SeededIndex, get: Callable[[Any], Any], count: int | None) -> SeededSamples:
-        # In the main process, the model draws from the same generators. In a worker nothing else does.
-        rng_state = None if not self._draws or get_worker_info() is not None else RNGState.capture(devices=False)
         if request.epoch != self.epoch:  # in a persistent worker, the copy of the dataset has an earlier epoch
             self.epoch = request.epoch
             set_loader_epoch(self, request.epoch)
+        rng_state = None
+        if self._draws and get_worker_info() is None:  # the model draws from the same generators
+            rng_state = RNGState.exchange(request.seed)
+        elif self._draws:
+            seed_host(request.seed)
         try:
-            if self._draws:
-                seed_host(request.seed)
             return SeededSamples(get(request.index), request.seed, rng_state, count)
         except BaseException as error:
             if rng_state is not None:

@@ -290,7 +290,7 @@ def _is_split_by_node(loader: Any) -> bool:
 PERMUTED = 2**20
 """Up to this number of samples, a shuffled order is torch's permutation, in memory. Above it, the order is a `KeyedOrder`."""
 
-CHUNK = 1024  # positions of a keyed order that are computed together, because a tensor operation has a fixed cost
+CHUNK = 4096  # positions of a keyed order that are computed together, because a tensor operation has a fixed cost
 
 
 class Order(ABC):
@@ -352,18 +352,15 @@ class KeyedOrder(Order):
         return self._indices(torch.arange(positions.start, positions.stop))
 
     def read(self, batches: Iterable[range]) -> Iterator[Tensor]:
-        held: list[range] = []
-        for batch in batches:
-            held.append(batch)
-            if sum(map(len, held)) >= CHUNK:
-                yield from self._read(held)
-                held = []
-        if held:
-            yield from self._read(held)
-
-    def _read(self, batches: list[range]) -> Iterator[Tensor]:
-        positions = torch.cat([torch.arange(batch.start, batch.stop) for batch in batches])
-        return iter(self._indices(positions).split([len(batch) for batch in batches]))
+        left = iter(batches)
+        while (batch := next(left, None)) is not None:
+            held = [batch, *islice(left, CHUNK // max(len(batch), 1))]
+            sizes = [*map(len, held)]
+            if sum(sizes) == held[-1].stop - batch.start:  # in one piece, as on a single rank
+                positions = torch.arange(batch.start, held[-1].stop)
+            else:
+                positions = torch.cat([torch.arange(batch.start, batch.stop) for batch in held])
+            yield from self._indices(positions).split(sizes)
 
     def _indices(self, positions: Tensor) -> Tensor:
         indices = self._mapped(positions)

@@ -40,8 +40,9 @@ from cadenza.loading.settings import loader_hints, with_batch_size
 from cadenza.loops.foreign_callbacks import adapted_list, before_fit, beforehand
 from cadenza.loops.steps import end_abandoned
 from cadenza.optim import optimizers as updates
+from cadenza.optim.model_state import Walk
 from cadenza.optim.optimizers import Optimizers
-from cadenza.optim.parameters import modules_of, parameters_of
+from cadenza.optim.parameters import ModelParameters, modules_of, parameters_of
 from cadenza.optim.precision import precision_of
 from cadenza.optim.settings import Settings
 from cadenza.records.directory import RunDirectory
@@ -158,7 +159,9 @@ class TrainerArguments:
             if self.seed is not None:  # each rank draws its own dropout masks, for its own data
                 seed_all(derive_seed(self.seed, rank) if (rank := self.driver.data_rank) else self.seed)
         model = self._prepared_model()
-        optimizers = updates.made(self.optimizer, model, own_step=self.step_fn is not None) if training else []
+        parameters = ModelParameters(model)
+        elements = sum(parameter.numel() for parameter in parameters)
+        optimizers = updates.made(self.optimizer, model, parameters, own_step=self.step_fn is not None) if training else []
         given.give_to(optimizers)
         if training and several:
             start_checks.check_alike(self.driver, {"the list of optimizers": [*map(updates.described, optimizers)]})
@@ -177,7 +180,7 @@ class TrainerArguments:
             tokens=self.tokens,
             data_seed=self.driver.broadcast(draw_seed(keep=not draws) if self.seed is None else self.seed),
             replay=segment is not None and segment.replay,
-            arguments=described(self, hooks.callbacks, optimizers) | {"accumulate": plain_accumulate(accumulate)},
+            arguments=described(self, elements, hooks.callbacks, optimizers) | {"accumulate": plain_accumulate(accumulate)},
             given=given,
             hooks=hooks,
             progress=self._limits(loader),
@@ -201,14 +204,15 @@ class TrainerArguments:
             session.warn(warning)
         session.hooks.on_setup(session.run)
         check_loader(session.loader, "run.loader")
-        session.extra_parameters.begin(session.run)
+        walk = session.module_flags.walk = Walk(session.module)
+        session.extra_parameters.begin(session.run, walk)
         session.given.check(session.run)
         session.progress.begin(Counters(), num_batches(session.loader, self.driver.data_shard()))
         boundary.open_loader(session)
         start_checks.check_schedules(session)
         start_checks.check_computes(session)
         start_checks.check_evaluation_loaders(session)
-        start_checks.warn_of_doubts(session, own_optimizer=self._own_optimizer)
+        start_checks.warn_of_doubts(session, walk, own_optimizer=self._own_optimizer)
         if self._step_compiler is not None:
             self._step_compiler.install(session)
         if self._compile is not None:
@@ -244,15 +248,15 @@ def plain(trainer: Any, names: Iterable[str]) -> dict[str, Any]:
     return {"callbacks": [*names], **given}
 
 
-def described(trainer: Any, names: Iterable[str], optimizers: Iterable[Optimizer]) -> dict[str, Any]:
+def described(trainer: Any, elements: int, names: Iterable[str], optimizers: Iterable[Optimizer]) -> dict[str, Any]:
     """Return all arguments of a trainer as plain data: of the model its class and size, of the optimizers their settings."""
-    model = f"{type(trainer.model).__name__}, {sum(parameter.numel() for parameter in trainer.model.parameters())} parameters"
+    model = f"{type(trainer.model).__name__}, {elements} parameters"
     return {"model": model, "optimizer": [*map(updates.described, optimizers)], **plain(trainer, names), **trainer._facts}
 
 
 def _frozen_modes(model: nn.Module, optimizers: Iterable[Optimizer]) -> Iterator[str]:
     """Yield a line for the plan with the modules that stay in evaluation mode and train no parameters."""
-    modules = in_evaluation_mode(model, {*map(id, parameters_of(optimizers))}) if model.training else {}
+    modules = in_evaluation_mode(Walk(model).modules, {*map(id, parameters_of(optimizers))}) if model.training else {}
     if names := [name for name, trains in modules.items() if not trains]:
         yield f"stay in evaluation mode: {few(names)}"
 
@@ -424,18 +428,19 @@ class RunSegment:
         if trainer.driver.after_start is not None:
             session.acts.after_step(trainer.driver.after_start)
         trainer.driver.check_trainable(session.module)  # after the callbacks, which may change layers
-        session.restored.config = config_of(session)
+        native = all(isinstance(callback, Callback) for callback in trainer.callbacks)  # adapters may save without a saver
+        if session.savers or start.loaded is not None or not native:
+            session.restored.config = config_of(session)
         before, trainer._last_progress = trainer._last_progress, session.progress
         if start.loaded is None:
             session.given.tell_values(session.run)
             start_checks.warn_of_trained_weights(session, before)
             start_checks.warn_of_notes(session, trainer._notes if before is None else ())
-        if resume or all(
-            isinstance(callback, Callback) for callback in trainer.callbacks
-        ):  # adapters may write checkpoints of their own
+        if resume or native:
             start_checks.warn_of_no_checkpoint(session, resume)
         start_checks.warn_of_loader(session)
         if start.loaded is not None:
+            session.module_flags.walk = None  # on_load may change the model
             resumption.restored(session, session.files, start, strict=self.strict)
             start.loaded = None  # its memory is free during the training
 

@@ -22,6 +22,22 @@ def plain_name(name: str) -> str:
     return name.replace(_COMPILED, "")
 
 
+class Walk:
+    """The modules and the parameters of a model by name, found in one walk. Make a new one after a hook, which may change them.
+
+    >>> walk = Walk(nn.Sequential(nn.Linear(1, 2)))
+    >>> [*walk.modules], [*walk.parameters]
+    (['', '0'], ['0.weight', '0.bias'])
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.modules: dict[str, nn.Module] = dict(model.named_modules())
+        held = [(f"{path}." if path else "", module._parameters) for path, module in self.modules.items()]
+        named = {f"{path}{name}": value for path, values in held for name, value in values.items() if value is not None}
+        is_plain = type(model).named_parameters is nn.Module.named_parameters and len({*map(id, named.values())}) == len(named)
+        self.parameters: dict[str, nn.Parameter] = named if is_plain else dict(model.named_parameters())
+
+
 def state_of(model: nn.Module) -> dict[str, Any]:
     """Return the ``state_dict`` of a model under plain names."""
     return {plain_name(name): value for name, value in model.state_dict().items()}

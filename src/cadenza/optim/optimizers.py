@@ -29,12 +29,13 @@ _CHOSEN = (
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
-def made(given: Optimizers, model: nn.Module, *, own_step: bool = False) -> list[Optimizer]:
+def made(given: Optimizers, model: nn.Module, parameters: ModelParameters, *, own_step: bool = False) -> list[Optimizer]:
     """Return the optimizers that train `model`. Optimizers that a function builds are fused if possible.
 
     Args:
         given: The optimizers, or the function that builds them.
         model: The model.
+        parameters: Its parameters.
         own_step: Whether a ``step_fn`` calls them.
 
     Raises:
@@ -43,8 +44,8 @@ def made(given: Optimizers, model: nn.Module, *, own_step: bool = False) -> list
     if not callable(given):
         return checked(given, model, own_step=own_step)
     if is_kept(given):
-        return checked(given(list(model.parameters())), model, own_step=True)
-    optimizers = checked(given(ModelParameters(model)), model, own_step=own_step)
+        return checked(given([*parameters]), model, own_step=True)
+    optimizers = checked(given(parameters), model, own_step=own_step)
     for optimizer in optimizers:
         if not fused(optimizer) and why_not_fused(optimizer, model) is None:
             fuse(optimizer)
@@ -251,25 +252,24 @@ def changed_by_loading(optimizer: Optimizer, saved: Mapping[str, Any]) -> str | 
 
 def _unfit(optimizer: Optimizer, where: tuple[str, ...], device_type: str | None = None) -> str | None:
     """Return why torch cannot fuse the update of these parameters; None if it can."""
-    parameters = parameters_of([optimizer])
-    if not isinstance(optimizer, _FUSED_IN_SHARDS) and any(map(is_sharded, parameters)):
+    parameters = [*parameters_of([optimizer])]
+    kinds = {type(parameter): parameter for parameter in parameters}
+    sharded = any(map(is_sharded, kinds.values()))
+    if sharded and not isinstance(optimizer, _FUSED_IN_SHARDS):
         return "a parameter is a DTensor, of which torch fuses Adam and AdamW alone"
     if any(len({getattr(held, "device_mesh", None) for held in group["params"]}) > 1 for group in optimizer.param_groups):
         return "its parameters are sharded over different ranks"
-    reasons = (_unfit_parameter(parameter, where, device_type or parameter.device.type) for parameter in parameters)
-    return next(filter(None, reasons), None)
-
-
-def _unfit_parameter(parameter: Tensor, where: tuple[str, ...], device_type: str) -> str | None:
-    if is_sharded(parameter):
-        parameter = local(parameter)
-    if type(parameter) not in (Tensor, nn.Parameter):
-        return f"a parameter is a {type(parameter).__name__}"
-    if parameter.dtype not in _DTYPES:
-        return f"a parameter is of {parameter.dtype}"
-    if device_type not in where:
-        return f"a parameter is on {device_type}, and torch fuses on {', '.join(where)}"
-    if parameter.layout is not torch.strided or not _dense(parameter):
+    if sharded:
+        parameters = [local(parameter) if is_sharded(parameter) else parameter for parameter in parameters]
+        kinds = {type(parameter): parameter for parameter in parameters}
+    for kind in kinds.keys() - {Tensor, nn.Parameter}:
+        return f"a parameter is a {kind.__name__}"
+    for dtype in {parameter.dtype for parameter in parameters}.difference(_DTYPES):
+        return f"a parameter is of {dtype}"
+    devices = {device.type for device in {parameter.device for parameter in parameters}}
+    for name in ({device_type} if device_type else devices).difference(where):
+        return f"a parameter is on {name}, and torch fuses on {', '.join(where)}"
+    if not all(held.layout is torch.strided and (held.is_contiguous() or _dense(held)) for held in parameters):
         return "a parameter is not contiguous in memory"
     return None
 

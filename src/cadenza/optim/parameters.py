@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from cadenza.drivers.sharding import laid_out
 from cadenza.errors import CheckpointMismatchError
-from cadenza.optim.model_state import plain_name
+from cadenza.optim.model_state import Walk, plain_name
 from cadenza.status.formats import counted, few
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class ModelParameters(list[nn.Parameter]):
     """
 
     def __init__(self, model: nn.Module) -> None:
-        named = dict(model.named_parameters())
+        named = Walk(model).parameters
         super().__init__(named.values())
         self.names: list[str] = [plain_name(name) for name in named]
         """The name of each parameter, as in ``model.named_parameters()``."""
@@ -74,10 +74,9 @@ class ExtraParameters:
         """In the order of the optimizers, without duplicates. Empty until `begin`."""
         self._unchecked: set[int] = set()
 
-    def begin(self, run: Run) -> None:
-        """Find the parameters, and give all ranks the same values. Every rank must call this."""
-        model = run.driver.unwrap(run.model)
-        own = {id(parameter) for parameter in model.parameters()}
+    def begin(self, run: Run, walk: Walk | None = None) -> None:
+        """Find the parameters, and give all ranks the same values. Every rank must call this. `walk` is one over the model."""
+        own = {*map(id, (walk or Walk(run.driver.unwrap(run.model))).parameters.values())}
         self.parameters = list(
             {id(parameter): parameter for parameter in parameters_of(run.optimizers) if id(parameter) not in own}.values()
         )
@@ -112,10 +111,10 @@ class ExtraParameters:
                 "the optimizer of the parameters that it uses."
             )
 
-    def doubts(self, held: set[int], model: nn.Module) -> Iterator[str]:
+    def doubts(self, held: set[int], of_model: Iterable[nn.Parameter]) -> Iterator[str]:
         """Yield a warning if no optimizer holds a parameter of the loss. `held` has the ids of the held parameters."""
         named = [pair for module in self.modules for pair in module.named_parameters()]
-        known = held | {id(parameter) for parameter in model.parameters()} if named else held
+        known = {*held, *map(id, of_model)} if named else held
         left = [name for name, parameter in named if parameter.requires_grad and id(parameter) not in known]
         if left:
             yield (

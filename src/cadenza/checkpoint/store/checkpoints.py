@@ -383,7 +383,7 @@ def probe_on_all_ranks(store: Store, driver: Driver) -> None:
 
 
 def probe(store: Store) -> None:
-    """Write a small file of tensors in a hidden folder, flush, rename and remove it, as a save does.
+    """Write a small file of tensors in a hidden folder, rename and remove it, as a save does.
 
     Raises:
         DirectoryError: One of these operations fails.
@@ -393,7 +393,8 @@ def probe(store: Store) -> None:
     names = [folder]
     try:
         files.make(folder, lasting=False)
-        files.write_tensors(f"{folder}/{uuid.uuid4().hex}.safetensors", {"probe": torch.zeros(1)})
+        with Unflushed() as later:
+            files.write_tensors(f"{folder}/{uuid.uuid4().hex}.safetensors", {"probe": torch.zeros(1)}, later=later)
         if files.atomic:
             names.append(store.hidden("trash", "step-00000000"))
             files.hide({folder: names[1]})

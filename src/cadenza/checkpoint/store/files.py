@@ -129,10 +129,11 @@ class LocalFiles:
         flush(self.root)
 
     def hide(self, names: Mapping[str, str]) -> None:
-        """Rename folders that are about to be deleted, so that none of them has its old name again after a power cut."""
+        """Rename folders that are about to be deleted, so that none of them is a checkpoint again after a power cut."""
         for old, new in names.items():
             (self.root / old).rename(self.root / new)
-        flush(self.root)
+        if not all(old.startswith(".") for old in names):
+            flush(self.root)
 
     def remove(self, folder: str) -> None:
         """Delete a folder and its content. Of a symbolic link to a folder, only the link is deleted."""
@@ -150,6 +151,7 @@ class LocalFiles:
     def link(self, name: str, target: str) -> None:
         """Make `name` a link to a folder beside it, or point it to another folder, at once.
 
+        After a power cut it may lead to the folder that it led to before; a run that continues sets it again.
         Where there are no symbolic links, as behind fsspec, it is a small file with the name of the folder.
         """
         path = self.root / name
@@ -164,7 +166,6 @@ class LocalFiles:
         except (OSError, NotImplementedError):
             beside.write_text(target)
         beside.replace(path)
-        flush(self.root)
 
     def links(self) -> dict[str, str]:
         """Return the links that `link` made: by name, the folder that each names, which may be gone."""
