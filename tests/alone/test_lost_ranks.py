@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from cadenza import Callback, Run, on
 from cadenza.callbacks import Checkpoint, Profile
+from cadenza.checkpoint.store import Store
 from cadenza.checkpoint.store.files import Facts, LocalFiles
 from cadenza.drivers import DdpDriver, first_error
 from cadenza.errors import DistributedError
@@ -258,6 +259,43 @@ def test_a_rank_that_is_killed_while_it_writes_leaves_no_checkpoint_and_the_olde
     again, *_ = launch(lambda: fit(tmp_path / "cut", 7, resume=True)[0])
     assert torch.equal(again, expected)
     assert not [path for path in (tmp_path / "cut/checkpoints").iterdir() if path.name.startswith(".t")]
+
+
+@pytest.mark.parametrize("which", [1, pytest.param(0, marks=pytest.mark.long)])
+@pytest.mark.parametrize(("step", "background"), [(2, True), (2, False), (3, True)])  # the last save is that of step 3
+def test_a_rank_that_is_killed_in_a_save_is_named_by_those_that_wait_for_its_part(
+    step: int, background: bool, which: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(first_error, "EVERY_S", 0.25)
+
+    def trained(folder: Path) -> dict[str, Tensor]:
+        saves = Checkpoint(f"{1 if step < 3 else 2} steps", background=background)
+        one = trainer(callbacks=[saves], driver=DdpDriver("cpu", timeout_s=600), max_epochs=1, directory=folder)
+        return dict(one.fit(resume="auto").model.state_dict())
+
+    def killed() -> None:
+        write = LocalFiles.write_tensors
+
+        def die(self: LocalFiles, path: str, *arguments: Any) -> Facts:
+            if own_rank() == which and f"step-{step:08d}" in path:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return write(self, path, *arguments)
+
+        setattr(LocalFiles, "write_tensors", die)  # noqa: B010  # in this process only
+        trained(tmp_path / "cut")
+
+    began = time.monotonic()
+    with pytest.raises(BaseExceptionGroup) as caught:
+        launch(killed)
+    assert time.monotonic() - began < 30
+    (told,) = [str(error) for error in caught.value.exceptions if isinstance(error, DistributedError)]
+    assert f"rank {which} ended without an error message (killed, or crashed); last seen at step" in told
+    older = Store(tmp_path / "cut/checkpoints", "")
+    assert latest(older)[0] is not None
+    assert next(saved.step for saved in older.saved()) == (1 if step == 2 else 2)
+    again, expected = launch(lambda: trained(tmp_path / "cut")), launch(lambda: trained(tmp_path / "whole"))
+    for one, other in zip(again, expected, strict=True):
+        assert all(torch.equal(one[name], other[name]) for name in other)
 
 
 def test_the_slowest_rank_of_each_part_is_in_the_profile_and_in_the_report(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from cadenza.status.formats import few
 EVERY_S = 1.0
 """The time between two posts of a rank, for up to `_RANKS` ranks. For more it is longer in proportion."""
 _RANKS = 256
+_MISSED, _MISSED_AFTER_LOSS = 20, 3  # posts of a rank that others wait for in a save
 _SAMPLES = 4  # ranks that a message lists
 
 
@@ -123,6 +124,23 @@ class Posts:
 
     def _dated(self, post: Post) -> Post:
         return replace(post, number=self._number, sent_s=round(time.monotonic() - self._began, 1))
+
+    def watch(self) -> tuple[float, Callable[[Sequence[int]], list[int]]]:
+        """Return the time between two looks at the posts of others, and a function that looks and returns who posts no more.
+
+        A rank may hold the interpreter for a while, so many posts must be missing; few, if the contact is known to be lost.
+        """
+        last: dict[int, tuple[int, int]] = {}
+
+        def silent(ranks: Sequence[int]) -> list[int]:
+            posts = self.read()
+            for rank in ranks:
+                number = 0 if (post := posts[rank]) is None else post.number
+                before, missed = last.get(rank, (-1, 0))
+                last[rank] = number, missed + 1 if number == before else 0
+            return [rank for rank in ranks if last[rank][1] >= (_MISSED_AFTER_LOSS if self._held else _MISSED)]
+
+        return self.every_s, silent
 
     # -- for the rank that writes the message ------------------------------------------------------
 
