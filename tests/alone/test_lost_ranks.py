@@ -11,6 +11,7 @@ import socket
 import time
 from collections.abc import Callable as Function
 from collections.abc import Iterator
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch import distributed as dist
 
 from cadenza import Callback, Run, on
 from cadenza.callbacks import Checkpoint, Profile
@@ -84,10 +86,32 @@ def test_the_rank_that_stops_is_named(stop: Function[[Path], None], monkeypatch:
     monkeypatch.setattr(launcher, "GRACE_S", 0.1 if stop is pause else 20)
     with pytest.raises(BaseExceptionGroup) as caught:
         launch(train)
-    told = [str(error) for error in caught.value.exceptions if isinstance(error, DistributedError)]
+    told = [error for error in caught.value.exceptions if isinstance(error, DistributedError)]
     assert len(told) == (2 if stop is loop_on else 1)
-    for text in told:
-        assert re.search(HANGS[stop], text), text
+    for error in told:
+        assert re.search(HANGS[stop], str(error)), error
+        stacks = [note for note in error.__notes__ if note.startswith("rank 1 was here (most recent call last):")]
+        assert len(stacks) == (stop is loop_on)
+        assert all("test_lost_ranks.py" in stack and "in loop_on" in stack and "given_up.exists()" in stack for stack in stacks)
+
+
+def test_ranks_that_wait_for_each_other_are_named_with_the_stack_of_each() -> None:
+    def train() -> list[str]:
+        driver = DdpDriver("cpu", timeout_s=3)
+        own = dist.new_group(timeout=timedelta(seconds=60))
+
+        @on(Callback.on_step_end, at=2)
+        def hang(run: Run) -> None:
+            if rank() == 1:
+                dist.barrier(own)
+
+        with pytest.raises(DistributedError, match="the ranks wait for each other at different calls") as caught:
+            trainer(callbacks=[hang], driver=driver).fit()
+        return caught.value.__notes__
+
+    for notes in launch(train):
+        assert "rank 0 was here" in "".join(notes)
+        assert "dist.barrier(own)" in "".join(notes)
 
 
 def test_the_start_may_take_longer_than_a_step_in_each_run(tmp_path: Path) -> None:
