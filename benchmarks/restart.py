@@ -22,6 +22,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,7 @@ class Points(Dataset[tuple[Tensor, Tensor]]):
 
 def train(folder: Path) -> None:
     """Train, or go on with the training, and write this rank's final weights; kill this process as planned on the way."""
+    note(folder, "start")
     plan = json.loads((folder / "plan.json").read_text())
     left = [kill for kill in plan["kills"] if not marked(folder, kill).exists()]
     kill = left[0] if left and left[0]["rank"] == int(os.environ["RANK"]) else None
@@ -77,6 +79,7 @@ def train(folder: Path) -> None:
             Evaluate(DataLoader(Points(), batch_size=16)),
             LogTraining("1 step", throughput=False),
             Checkpoint("2 steps"),
+            on(Callback.on_step_end)(lambda run: note(folder, run.progress.step)),
             killer(folder, kill),
         ],
     )
@@ -91,9 +94,16 @@ def marked(folder: Path, kill: dict[str, Any]) -> Path:
     return folder / f"killed-{kill['number']}"
 
 
+def note(folder: Path, what: str | int) -> None:
+    """Note the time at which the main process starts, or completes a step."""
+    if os.environ["RANK"] == "0":
+        with (folder / "times").open("a") as times:
+            times.write(json.dumps([what, time.time()]) + "\n")
+
+
 def die(mark: Path) -> None:
     """Kill this process, once."""
-    mark.touch()
+    mark.write_text(repr(time.time()))
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -114,6 +124,36 @@ def killer(folder: Path, kill: dict[str, Any] | None) -> Any:
         die(marked(folder, kill))
 
     return begin
+
+
+# -- what a restart costs --------------------------------------------------------------------------------
+
+
+@dataclass
+class Lost:
+    """The seconds from a kill until the job is again where it was."""
+
+    restart_s: float
+    """Until the new main process runs the script: torchrun notices, ends the other rank, starts both; Python imports torch."""
+    resume_s: float
+    """From then until the first step is complete: the ranks meet, and read the checkpoint."""
+    again_s: float
+    """From then until the step of the kill is complete again."""
+
+
+def lost_in(folder: Path, kills: list[dict[str, Any]]) -> list[Lost]:
+    """Return what each kill of a job cost; a kill before the first step, or after the last, is left out."""
+    times = [json.loads(line) for line in (folder / "times").read_text().splitlines()]
+    lost = []
+    for killed in sorted(float(marked(folder, kill).read_text()) for kill in kills):
+        reached = max((what for what, at in times if at <= killed and what != "start"), default=0)
+        later = iter([(what, at) for what, at in times if at > killed])
+        began = next((at for what, at in later if what == "start"), None)
+        steps = [(what, at) for what, at in later]
+        back = next((at for what, at in steps if what != "start" and what >= reached), None)
+        if reached and began is not None and back is not None and steps[0][0] != "start":
+            lost.append(Lost(began - killed, steps[0][1] - began, back - steps[0][1]))
+    return lost
 
 
 # -- jobs ----------------------------------------------------------------------------------------------
@@ -178,6 +218,7 @@ def main() -> int:
         train(arguments.train)
         return 0
     dice, same, done, times = random.Random(arguments.seed), 0, Counter[str](), []
+    lost: list[Lost] = []
     with tempfile.TemporaryDirectory() as place:
         begin = time.monotonic()
         trouble = run_job(Path(place, "alone"), 1, [], 0, arguments.limit)
@@ -195,12 +236,17 @@ def main() -> int:
             for rank in range(2 if trouble is None else 0):
                 trouble = trouble or first_difference(expected[rank], torch.load(folder / f"final-{rank}"))
             same += trouble is None
+            lost += lost_in(folder, happened)
             told = ", ".join(f"rank {kill['rank']} in a {kill['kind']}" for kill in happened)
             print(f"{number + 1}: {nodes} agents, killed {told or 'never'}: {trouble or 'the same bits'}", flush=True)
     print("\n| jobs | ended in the same bits | kills | seconds a start (left alone; median, most) |\n|---|---|---|---|")
     how = "; ".join(f"{what}: {count}" for what, count in sorted(done.items()))
     print(f"| {arguments.jobs} | {same} | {done.total()} ({how}) "
           f"| {alone_s:.1f}; {statistics.median(times):.1f}, {max(times):.1f} |")  # fmt: skip
+    print("\n| seconds lost by a kill | median | most |\n|---|---:|---:|")
+    parts = {part.name: [getattr(one, part.name) for one in lost] for part in fields(Lost)}
+    for part, taken in {**parts, "in all": [sum(own) for own in zip(*parts.values(), strict=True)]}.items():
+        print(f"| {part} | {statistics.median(taken):.1f} | {max(taken):.1f} |")
     return int(same < arguments.jobs)
 
 

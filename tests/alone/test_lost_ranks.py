@@ -11,6 +11,7 @@ import socket
 import time
 from collections.abc import Callable as Function
 from collections.abc import Iterator
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch import distributed as dist
 
 from cadenza import Callback, Run, on
 from cadenza.callbacks import Checkpoint, Profile
+from cadenza.checkpoint.store import Store
 from cadenza.checkpoint.store.files import Facts, LocalFiles
 from cadenza.drivers import DdpDriver, first_error
 from cadenza.errors import DistributedError
@@ -83,10 +86,32 @@ def test_the_rank_that_stops_is_named(stop: Function[[Path], None], monkeypatch:
     monkeypatch.setattr(launcher, "GRACE_S", 0.1 if stop is pause else 20)
     with pytest.raises(BaseExceptionGroup) as caught:
         launch(train)
-    told = [str(error) for error in caught.value.exceptions if isinstance(error, DistributedError)]
+    told = [error for error in caught.value.exceptions if isinstance(error, DistributedError)]
     assert len(told) == (2 if stop is loop_on else 1)
-    for text in told:
-        assert re.search(HANGS[stop], text), text
+    for error in told:
+        assert re.search(HANGS[stop], str(error)), error
+        stacks = [note for note in error.__notes__ if note.startswith("rank 1 was here (most recent call last):")]
+        assert len(stacks) == (stop is loop_on)
+        assert all("test_lost_ranks.py" in stack and "in loop_on" in stack and "given_up.exists()" in stack for stack in stacks)
+
+
+def test_ranks_that_wait_for_each_other_are_named_with_the_stack_of_each() -> None:
+    def train() -> list[str]:
+        driver = DdpDriver("cpu", timeout_s=3)
+        own = dist.new_group(timeout=timedelta(seconds=60))
+
+        @on(Callback.on_step_end, at=2)
+        def hang(run: Run) -> None:
+            if rank() == 1:
+                dist.barrier(own)
+
+        with pytest.raises(DistributedError, match="the ranks wait for each other at different calls") as caught:
+            trainer(callbacks=[hang], driver=driver).fit()
+        return caught.value.__notes__
+
+    for notes in launch(train):
+        assert "rank 0 was here" in "".join(notes)
+        assert "dist.barrier(own)" in "".join(notes)
 
 
 def test_the_start_may_take_longer_than_a_step_in_each_run(tmp_path: Path) -> None:
@@ -258,6 +283,43 @@ def test_a_rank_that_is_killed_while_it_writes_leaves_no_checkpoint_and_the_olde
     again, *_ = launch(lambda: fit(tmp_path / "cut", 7, resume=True)[0])
     assert torch.equal(again, expected)
     assert not [path for path in (tmp_path / "cut/checkpoints").iterdir() if path.name.startswith(".t")]
+
+
+@pytest.mark.parametrize("which", [1, pytest.param(0, marks=pytest.mark.long)])
+@pytest.mark.parametrize(("step", "background"), [(2, True), (2, False), (3, True)])  # the last save is that of step 3
+def test_a_rank_that_is_killed_in_a_save_is_named_by_those_that_wait_for_its_part(
+    step: int, background: bool, which: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(first_error, "EVERY_S", 0.25)
+
+    def trained(folder: Path) -> dict[str, Tensor]:
+        saves = Checkpoint(f"{1 if step < 3 else 2} steps", background=background)
+        one = trainer(callbacks=[saves], driver=DdpDriver("cpu", timeout_s=600), max_epochs=1, directory=folder)
+        return dict(one.fit(resume="auto").model.state_dict())
+
+    def killed() -> None:
+        write = LocalFiles.write_tensors
+
+        def die(self: LocalFiles, path: str, *arguments: Any) -> Facts:
+            if own_rank() == which and f"step-{step:08d}" in path:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return write(self, path, *arguments)
+
+        setattr(LocalFiles, "write_tensors", die)  # noqa: B010  # in this process only
+        trained(tmp_path / "cut")
+
+    began = time.monotonic()
+    with pytest.raises(BaseExceptionGroup) as caught:
+        launch(killed)
+    assert time.monotonic() - began < 30
+    (told,) = [str(error) for error in caught.value.exceptions if isinstance(error, DistributedError)]
+    assert f"rank {which} ended without an error message (killed, or crashed); last seen at step" in told
+    older = Store(tmp_path / "cut/checkpoints", "")
+    assert latest(older)[0] is not None
+    assert next(saved.step for saved in older.saved()) == (1 if step == 2 else 2)
+    again, expected = launch(lambda: trained(tmp_path / "cut")), launch(lambda: trained(tmp_path / "whole"))
+    for one, other in zip(again, expected, strict=True):
+        assert all(torch.equal(one[name], other[name]) for name in other)
 
 
 def test_the_slowest_rank_of_each_part_is_in_the_profile_and_in_the_report(tmp_path: Path) -> None:

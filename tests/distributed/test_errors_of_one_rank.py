@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from errno import ENOSPC
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 
 from cadenza import Callback, Run, on
 from cadenza.callbacks import Checkpoint, Evaluate
+from cadenza.checkpoint.store.files import LocalFiles
 from cadenza.drivers import DdpDriver, Driver, FsdpDriver
 from cadenza.testing import launch
 from tests.distributed.parts import loader as made_loader
@@ -80,6 +82,62 @@ def test_an_error_before_a_save_of_all_ranks_ends_a_rank_that_waits_in_it(strict
         return problem_of(trainer(callbacks=callbacks, driver=ddp(), max_steps=4, directory=tmp_path).fit)
 
     check(launch(work), which)
+
+
+class Unsaved(Callback):
+    """Has a state that cannot be collected on one rank once the training has begun."""
+
+    each_rank = True
+
+    def __init__(self, which: int) -> None:
+        self._which, self._began = which, False
+
+    def on_step_end(self, run: Run) -> None:
+        self._began = True
+
+    def state_dict(self) -> dict[str, Any]:
+        if self._began and own_rank() == self._which:
+            raise ZeroDivisionError("on purpose")
+        return {}
+
+    def load_state_dict(self, state: Any) -> None:
+        pass
+
+
+@pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.parametrize("options", [{}, {"background": False}, {"strict": True}, {"weights_only": True}])
+@pytest.mark.parametrize("make", [ddp, fsdp])
+@pytest.mark.parametrize("fail", [partial(raising, "on_save"), Unsaved])
+def test_an_error_in_the_save_at_the_end_of_one_rank_reaches_the_other(
+    fail: Callable[[int], Callback], make: Callable[[], Driver], options: dict[str, bool], which: int, tmp_path: Path
+) -> None:
+    def work() -> tuple[str, float]:
+        callbacks = [Checkpoint("50 steps", **options), fail(which)]  # type: ignore[arg-type]
+        return problem_of(trainer(callbacks=callbacks, driver=make(), max_epochs=1, directory=tmp_path).fit)
+
+    check(on_ranks(work), which)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_full_disk_of_the_only_rank_that_writes_reaches_the_other_at_the_end(strict: bool, tmp_path: Path) -> None:
+    def work() -> str:
+        fills = on(Callback.on_save)(lambda run, snapshot: full(LocalFiles) if own_rank() == 0 else None)
+        saves = Checkpoint("50 steps", weights_only=True, strict=strict)
+        return problem_of(trainer(callbacks=[saves, fills], driver=ddp(), max_epochs=1, directory=tmp_path).fit)[0]
+
+    def full(files: type[LocalFiles]) -> None:
+        def write(*_: Any) -> None:
+            raise OSError(ENOSPC, "No space left on device")
+
+        setattr(files, "_write", write)  # noqa: B010  # in this process only
+
+    own, other = launch(work)
+    assert own.startswith("OSError: [Errno 28]" if strict else "CheckpointLostError")
+    assert other.startswith(
+        "DistributedError: rank 1 ends because another process ended. rank 0: OSError: [Errno 28] No space left on device"
+        if strict
+        else "CheckpointLostError"
+    )
 
 
 @pytest.mark.parametrize("moment", ["on_fit_end", "at_end"])

@@ -165,17 +165,32 @@ class Checkpoint(Callback):
         self.writer.save_error(error)
 
     def on_fit_end(self, run: Run) -> None:
-        if run.outcome is not None and run.outcome.kind in COMPLETE:
-            self.writer.save("the end of the run", last=True)
-        self.writer.finish()
-        self.writer.report_best()
-        lost = self.writer.lost
-        if session_of(run).sync.together:
-            lost = next((rank_value for rank_value in run.driver.gather(lost) if rank_value), None)
-        if lost:
+        try:
+            if run.outcome is not None and run.outcome.kind in COMPLETE:
+                self.writer.save("the end of the run", last=True)
+            self.writer.finish()
+            self.writer.report_best()
+        except BaseException:
+            self._lost(run, failed=True)
+            raise
+        if lost := self._lost(run):
             error = CheckpointLostError(lost)
             session_of(run).end(Outcome("failed", repr(error)))  # on all ranks, before the sinks close, since they report it
             raise error
+
+    def _lost(self, run: Run, *, failed: bool = False) -> str | None:
+        """Return why the last checkpoint is lost on a rank; None if it is not. Every rank must call this.
+
+        Args:
+            run: The run.
+            failed: Whether this rank raises an error of its own, which the others will report. They return None.
+        """
+        lost = self.writer.lost
+        if not session_of(run).sync.together:
+            return lost
+        everyone = run.driver.gather((failed, lost))
+        reasons = [reason for _, reason in everyone if reason]
+        return reasons[0] if reasons and not any(rank_failed for rank_failed, _ in everyone) else None
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.member.earlier = state.get("best", {})  # version 0.1: today, the manifests have the results

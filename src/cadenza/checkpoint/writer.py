@@ -148,7 +148,11 @@ class CheckpointWriter:
             self._decide_not_saved("after an error a rank cannot count on the others' shards")
             return
         with session.progress.aside(), session.hooks.timed("saving"):
-            self._save(reason, asking)
+            try:
+                self._save(reason, asking)
+            except BaseException:
+                self.attempts.meeting.leave()  # other ranks may wait for the part of this rank in the save
+                raise
             self.take_results()
 
     def save_error(self, error: BaseException) -> None:
@@ -290,9 +294,9 @@ class CheckpointWriter:
             session.decide("waited", "the last checkpoint is still being written", who=", ".join(sorted(asking)))
         self.attempts.stop()  # the save that begins is newer
         self.take_results()
-        taken = snapshot.take(session, reason, self._fixed)
-        if session.sync.together:
+        if session.sync.together:  # all ranks compare, also if the rest of the save fails on one
             session.acts.after_next_step(snapshot.Digest(session).compare)
+        taken = snapshot.take(session, reason, self._fixed)
         for member in retention.members.values():
             member.pending = False
         together = self._together and (session.sync.together or session.driver.world_size == 1)

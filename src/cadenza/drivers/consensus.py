@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import count
@@ -49,17 +50,25 @@ class Meeting(NamedTuple):
 
 LEFT = "its run failed, which closed the connection"  # by this term, the error that follows is one of lost contact
 
+Silent = Callable[[Sequence[int]], list[int]]
+"""Gets the ranks for which a rank waits, once an interval; returns those of them that post no more."""
+
 ALONE = Meeting(0, 1, lambda value: [value], lambda value: value)
 
 
-def over_store(store: Any, name: str, rank: int, ranks: int) -> Meeting:
+def over_store(
+    store: Any, name: str, rank: int, ranks: int, watch: Callable[[], tuple[float, Silent]] | None = None
+) -> Meeting:
     """Return a meeting through a store. If a rank is late, calls of this meeting fail from then on, and nothing else.
+
+    The store does not notice that a rank was killed. With `watch`, a rank that waits looks at the posts of those it waits for.
 
     Args:
         store: A client of a store that all ranks reach, for this meeting alone. Its time limit is that of a call.
         name: The prefix of the keys, the same on all ranks.
         rank: The rank of this process.
         ranks: How many there are.
+        watch: Called at the start of a wait; returns the seconds between two looks, and how to look.
     """
     numbers, read, failures = count(), list[str](), list[Exception]()  # `read` by all ranks when the next gather is complete
 
@@ -86,6 +95,18 @@ def over_store(store: Any, name: str, rank: int, ranks: int) -> Meeting:
     def put(key: str, problem: str, value: Any) -> None:
         store.set(f"{key}/{rank}", pickle.dumps((problem, value)))
 
+    def arrived(keys: Mapping[int, str]) -> list[bytes]:
+        """Wait for the values of ranks, and return them."""
+        if watch is not None:
+            every_s, silent = watch()
+            deadline = time.monotonic() + store.timeout.total_seconds()
+            while time.monotonic() < deadline and not _there(store, [*keys.values()], every_s):
+                if failures:  # this rank has left
+                    raise failures[0]
+                if gone := silent([other for other, key in keys.items() if not store.check([key])]):
+                    raise RuntimeError(f"lost the connection to rank {gone[0]}, which posts no more")
+        return cast("list[bytes]", store.multi_get([*keys.values()]))
+
     def value_in(content: bytes) -> Any:
         problem, value = pickle.loads(content)
         if problem:
@@ -96,21 +117,30 @@ def over_store(store: Any, name: str, rank: int, ranks: int) -> Meeting:
         if rank:
             put(key, "", value)
             return []
-        keys = [f"{key}/{other}" for other in range(1, ranks)]
-        everyone = [value, *map(value_in, store.multi_get(keys))]
-        for old in (*keys, *read):
+        keys = {other: f"{key}/{other}" for other in range(1, ranks)}
+        everyone = [value, *map(value_in, arrived(keys))]
+        for old in (*keys.values(), *read):
             store.delete_key(old)
         read.clear()
         return everyone
 
     def broadcast(key: str, value: Any) -> Any:
         if rank:
-            return value_in(store.get(f"{key}/0"))
+            return value_in(arrived({0: f"{key}/0"})[0])
         put(key, "", value)
         read.append(f"{key}/0")
         return value
 
     return Meeting(rank, ranks, partial(call, gather), partial(call, broadcast), leave)
+
+
+def _there(store: Any, keys: list[str], wait_s: float) -> bool:
+    """Wait for keys, at most for a short time; return whether all of them are there."""
+    deadline, pause_s = time.monotonic() + wait_s, 0.002
+    while not (there := store.check(keys)) and time.monotonic() < deadline:
+        time.sleep(pause_s)  # not store.wait, which prints a warning each time
+        pause_s = min(2 * pause_s, wait_s / 4)
+    return bool(there)
 
 
 def decided(meeting: Meeting, act: Callable[[], T], decide: Callable[[list[T]], R], failed: Failed) -> R:

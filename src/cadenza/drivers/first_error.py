@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import re
+import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from enum import IntEnum
@@ -21,6 +25,8 @@ from cadenza.status.formats import few
 EVERY_S = 1.0
 """The time between two posts of a rank, for up to `_RANKS` ranks. For more it is longer in proportion."""
 _RANKS = 256
+_MISSED, _MISSED_AFTER_LOSS = 20, 3  # posts of a rank that others wait for in a save
+_STACKS, _FRAMES = 2, 16  # that a note shows
 _SAMPLES = 4  # ranks that a message lists
 
 
@@ -91,6 +97,7 @@ class Posts:
         self._store, self._name, self._rank, self._ranks, self._look, self._also = store, name, rank, ranks, look, also
         self._number, self._over, self._began = 0, threading.Event(), time.monotonic()
         self._last, self._held = Post(0, "the start of the run"), False
+        self._training, self._unchanged = threading.get_ident(), 0
         self._thread = threading.Thread(target=self._work, name="cadenza posts", daemon=True)
 
     def __enter__(self) -> Self:
@@ -117,12 +124,33 @@ class Posts:
 
     def _send(self, post: Post) -> None:
         self._number += 1
+        moved = (post.step, post.where) != (self._last.step, self._last.where)
+        self._unchanged = 0 if moved else self._unchanged + 1
         if not self._held:
             self._last = post
+            if self._unchanged > 1 and self._unchanged.bit_count() == 1:  # the 2nd time, the 4th, ...: few for a long step
+                self._store.set(f"{self._name}/{self._rank}/stack", stack_of(self._training))
         self._store.set(f"{self._name}/{self._rank}", json.dumps(asdict(self._dated(post))))
 
     def _dated(self, post: Post) -> Post:
         return replace(post, number=self._number, sent_s=round(time.monotonic() - self._began, 1))
+
+    def watch(self) -> tuple[float, Callable[[Sequence[int]], list[int]]]:
+        """Return the time between two looks at the posts of others, and a function that looks and returns who posts no more.
+
+        A rank may hold the interpreter for a while, so many posts must be missing; few, if the contact is known to be lost.
+        """
+        last: dict[int, tuple[int, int]] = {}
+
+        def silent(ranks: Sequence[int]) -> list[int]:
+            posts = self.read()
+            for rank in ranks:
+                number = 0 if (post := posts[rank]) is None else post.number
+                before, missed = last.get(rank, (-1, 0))
+                last[rank] = number, missed + 1 if number == before else 0
+            return [rank for rank in ranks if last[rank][1] >= (_MISSED_AFTER_LOSS if self._held else _MISSED)]
+
+        return self.every_s, silent
 
     # -- for the rank that writes the message ------------------------------------------------------
 
@@ -133,6 +161,12 @@ class Posts:
         found = dict(zip(there, self._store.multi_get(there), strict=True))
         now_s = time.monotonic() - self._began
         return [None if key not in found else _post(found[key], now_s) for key in keys]
+
+    def stacks(self, ranks: Sequence[int]) -> str:
+        """Return the stacks of those ranks that have sent theirs, as they have stayed at one position."""
+        keys = {rank: f"{self._name}/{rank}/stack" for rank in ranks[:_STACKS]}
+        texts = {rank: self._store.get(key).decode() for rank, key in keys.items() if self._store.check([key])}
+        return "\n".join(f"rank {rank} was here (most recent call last):\n{text}" for rank, text in texts.items())
 
     def compared(self, *, all_of: bool = False) -> tuple[list[Post | None], list[Post | None]]:
         """Return the posts now, and again when each rank has posted anew, or could have.
@@ -157,7 +191,12 @@ def interval(ranks: int) -> float:
 
 
 def culprit(before: Sequence[Post | None], after: Sequence[Post | None], waited_s: float | None) -> str:
-    """Name the ranks that keep the others waiting.
+    """Name the ranks that keep the others waiting. See `verdict`."""
+    return verdict(before, after, waited_s)[0]
+
+
+def verdict(before: Sequence[Post | None], after: Sequence[Post | None], waited_s: float | None) -> tuple[str, Sequence[int]]:
+    """Name the ranks that keep the others waiting; return the text, and those ranks whose stack tells more.
 
     Args:
         before: The last post of each rank.
@@ -168,21 +207,23 @@ def culprit(before: Sequence[Post | None], after: Sequence[Post | None], waited_
     first = [old or new for old, new in zip(before, after, strict=True)]
     known = {rank: post for rank, post in enumerate(after) if post is not None and not post.ended}
     if silent and waited_s is None:
-        return _listed(first, silent, "ended without an error message (killed, or crashed); last seen {0.with_age}")
+        return _listed(first, silent, "ended without an error message (killed, or crashed); last seen {0.with_age}"), ()
     further = max((post.step for post in after if post is not None), default=0) + 1
     late = f"did not reach step {further}" + ("" if waited_s is None else f" within {waited_s:g} s")
     if silent:
-        return _listed(first, silent, late + "; last seen {0.with_age}, and it posts no more: paused, or killed")
+        return _listed(first, silent, late + "; last seen {0.with_age}, and it posts no more: paused, or killed"), silent
     if gone := [rank for rank, post in enumerate(after) if post is not None and post.ended]:
-        return _listed(after, gone, "left the run {}, and the other ranks did not")
+        return _listed(after, gone, "left the run {}, and the other ranks did not"), ()
     if not known:
-        return "no rank has posted where it is"
+        return "no rank has posted where it is", ()
     least = min((post.step, post.waits) for post in known.values())
     if least[1] is Waits.YES and len({post.where for post in known.values()}) > 1:
         positions = _positions(known)
-        return f"the ranks wait for each other at different calls: {positions}. Trainer(debug_ranks=True) compares the calls"
+        first_at = {post.where: rank for rank, post in reversed(known.items())}
+        text = f"the ranks wait for each other at different calls: {positions}. Trainer(debug_ranks=True) compares the calls"
+        return text, sorted(first_at.values())
     behind = [rank for rank, post in known.items() if (post.step, post.waits) == least]
-    return _listed(after, behind, late + "; last seen {}")
+    return _listed(after, behind, late + "; last seen {}"), behind
 
 
 def _silent(before: Sequence[Post | None], after: Sequence[Post | None]) -> list[int]:
@@ -217,6 +258,30 @@ def _positions(posts: dict[int, Post]) -> str:
 def _post(content: bytes, now_s: float) -> Post:
     fields: dict[str, Any] = json.loads(content)
     return Post(**fields | {"waits": Waits(fields["waits"]), "age_s": max(0.0, now_s - fields["sent_s"])})
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Collect no garbage while the frames of another thread are read.
+
+    Python 3.11 collects inside the call that makes the object of a frame. If what it destroys lets the other thread go on, the
+    frame may be gone when the call continues, and the process crashes. From Python 3.12 on, nothing is collected there.
+    """
+    off = sys.version_info < (3, 12) and gc.isenabled()
+    if off:
+        gc.disable()
+    try:
+        yield
+    finally:
+        if off:
+            gc.enable()
+
+
+def stack_of(thread: int) -> str:
+    """Return the innermost frames of a thread, as tracebacks show them."""
+    with no_collection():
+        frame = sys._current_frames().get(thread)
+        return "" if frame is None else "".join(traceback.format_list(traceback.extract_stack(frame)[-_FRAMES:])).rstrip()
 
 
 def own_client(store: Any, timeout_s: float) -> Any:
@@ -285,7 +350,10 @@ class Failure:
             told = within(2.5 * posts.every_s + 30, lambda: _elected(posts, key, waited_s))
         if told is not None:
             began = "ends because another process ended" if waited_s is None else "waited too long for another process"
-            return DistributedError(f"rank {self._rank} {began}. {told}")
+            lost = DistributedError(f"rank {self._rank} {began}. {told}")
+            if stacks := within(5, lambda: _wait(f"{key}/stacks", 0)):
+                add_note(lost, stacks)
+            return lost
         if (note := self._unknown(waited_s)) not in notes_of(error):
             add_note(error, note)
         return error
@@ -351,7 +419,9 @@ class Failure:
 def _elected(posts: Posts, key: str, waited_s: float | None) -> str | None:
     """Return what the posts of all ranks say. The first rank that asks reads them; the others wait for its text."""
     if _store().add(f"{key}/reader", 1) == 1:
-        _store().compare_set(key, "", culprit(*posts.compared(), waited_s))
+        text, ranks = verdict(*posts.compared(), waited_s)
+        _store().set(f"{key}/stacks", posts.stacks(ranks))
+        _store().compare_set(key, "", text)
     return _wait(key, 2.5 * posts.every_s + 20)
 
 

@@ -280,9 +280,10 @@ class GroupDriver(Driver):
     def aside(self) -> Meeting:
         # Through the store: another group would connect each rank with each, and gloo closes a group in which a rank is late.
         name = f"cadenza/meetings/{next(self._shared('meetings', count))}"
-        return (
-            self.meeting if (store := self._own_store("save")) is None else over_store(store, name, self.rank, self.world_size)
-        )
+        if (store := self._own_store("save")) is None:
+            return self.meeting
+        watch = None if (posts := self._failure.posts) is None else posts.watch
+        return over_store(store, name, self.rank, self.world_size, watch)
 
     def broadcast(self, value: Any, source: int = 0) -> Any:
         parcel = [value]

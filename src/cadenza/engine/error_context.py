@@ -5,7 +5,6 @@ A run without errors prepares nothing for it: all is read from a traceback or fr
 
 from __future__ import annotations
 
-import gc
 import inspect
 import os
 import re
@@ -23,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 import cadenza
-from cadenza.drivers.first_error import Post, Waits
+from cadenza.drivers.first_error import Post, Waits, no_collection
 from cadenza.engine.memory import is_out_of_memory, memory_held
 from cadenza.engine.objective import ModelsOwnLoss
 from cadenza.engine.session import Loops, Session
@@ -397,26 +396,9 @@ _COMMUNICATING = ("torch.distributed", "torch.nn.parallel.distributed", "cadenza
 def whereabouts(session: Session) -> Post:
     """Return where the training thread of a run is now. May be called in any thread."""
     scene = session.hooks.scene
-    with _no_collection():
+    with no_collection():
         frame = sys._current_frames().get(scene.thread)
         return Post(session.progress.step, named(frame, scene.listener), _waits(frame), _busy_s(scene.thread))
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Collect no garbage while the frames of another thread are read.
-
-    Python 3.11 collects inside the call that makes the object of a frame. If what it destroys lets the other thread go on, the
-    frame may be gone when the call continues, and the process crashes. From Python 3.12 on, nothing is collected there.
-    """
-    off = sys.version_info < (3, 12) and gc.isenabled()
-    if off:
-        gc.disable()
-    try:
-        yield
-    finally:
-        if off:
-            gc.enable()
 
 
 def caller(session: Session) -> tuple[str, str]:

@@ -121,7 +121,8 @@ class Verbs:
             raise ValueError("precision='fp16' supports no closure. Use bf16 or fp32.")
 
     def check_window(self) -> None:
-        """Report mistakes of a loop of the user's own after the batches of a step: no gradients, or those of a raw call."""
+        """Report mistakes after the batches of a step, before its update: no gradients, or those of a raw call."""
+        self.own_calls.look_again()
 
 
 class StepVerbs(Verbs):
@@ -295,21 +296,22 @@ class OwnCalls:
         self._trained = set[Optimizer]()  # those that have had one since
         self._any_gradient = False  # whether there were gradients, of any value
         self._first_step = self._first_epoch = 0
+        self._without_acts = False
 
     def begin(self, ending: ExitStack) -> None:
         """Look at the calls of the user's code until `ending`."""
         session, progress = self._session, self._session.progress
         plain = session.loop is Loops.FIT and session.step_fn is None
-        # An act after the first step would let several ranks wait. A run that continues has been looked at.
-        if plain and (session.sync.several or progress.step):
+        if plain and progress.step:  # a run that continues has been looked at
             return
+        self._without_acts = plain and session.sync.several  # with which ranks would wait for each other
         self._first_step = progress.step
         self._first_epoch = progress.epoch + (progress.batch_in_epoch > 0)
         ending.callback(self._end)
         for optimizer in session.optimizers:
             if getattr(type(optimizer).step, "hooked", False):  # a wrapper of an optimizer calls no hooks
                 self._waiting[optimizer] = StepGuard(optimizer, self._note_step, after=True)
-        session.acts.after_next_step(self._look_for_updates)
+        self._look_later()
         if plain:
             return
         self._handles = [StepGuard(optimizer, self._check_step) for optimizer in session.optimizers]
@@ -320,7 +322,17 @@ class OwnCalls:
                 self._handles.append(hook)
                 parameter.requires_grad_(trained)
 
+    def _look_later(self) -> None:
+        if not self._without_acts:
+            self._session.acts.after_next_step(self._look_for_updates)
+
+    def look_again(self) -> None:
+        """Look for gradients of the updates so far, on several ranks: before the update of a step, and at the end."""
+        if self._without_acts and self._waiting and self._session.step.updates:
+            self._look_for_updates()
+
     def _end(self) -> None:
+        self.look_again()
         for handle in (*self._handles, *self._waiting.values()):
             handle.remove()
         self._reached.clear()
@@ -448,7 +460,7 @@ class OwnCalls:
         enough = 1 if updates and not self._any_gradient and len(self._waiting) == len(session.optimizers) else _STEPS
         idle = updates and self._stepped.isdisjoint(self._waiting)  # they may begin later
         if not steps or (outcome is None and (idle or (steps < enough and progress.epoch <= self._first_epoch))):
-            session.acts.after_next_step(self._look_for_updates)
+            self._look_later()
             return
         if updates:
             by_hand = f"Before each update call {self._name}.backward(loss), with a loss of the model of the run"
@@ -465,6 +477,7 @@ class OwnCalls:
             )
         for watch in self._waiting.values():
             watch.remove()
+        self._waiting.clear()
 
     @property
     def _step(self) -> int:
