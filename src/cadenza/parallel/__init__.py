@@ -1,4 +1,4 @@
-"""Checkpoints of other trainers of many ranks: folders of torch's distributed checkpoint (DCP)."""
+"""Ranks in many dimensions, by torch's own tools, and folders of torch's distributed checkpoint (DCP)."""
 
 from typing import TYPE_CHECKING
 
@@ -7,6 +7,8 @@ from cadenza.lazy import contents
 if TYPE_CHECKING:
     from cadenza.parallel.dcp import export_dcp as export_dcp
     from cadenza.parallel.dcp import load_optimizer as load_optimizer
+    from cadenza.parallel.driver import Parallel as Parallel
+    from cadenza.parallel.mesh import Mesh as Mesh
 
     __all__: list[str]
 else:
