@@ -82,7 +82,7 @@ def trained(
     max_steps: int | None = None,
     predict: Compute | None = None,
 ) -> Trained:
-    """Train 2 epochs, or until a step; each step of all ranks has the same 6 samples. Every rank must call this."""
+    """Train 2 epochs, or until a step; a rank has batches of 3 samples. Every rank must call this."""
     torch.manual_seed(0)
     driver = make()
     trainer = Trainer(

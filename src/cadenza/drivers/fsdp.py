@@ -229,6 +229,10 @@ class FsdpDriver(GroupDriver):
         if self._tensor_parallel is not None:
             self._tensor_parallel.apply(model, self._mesh()[self._names[-1]])
 
+    def _mesh_of(self, module: nn.Module) -> DeviceMesh:
+        """The ranks over which the weights of a module are sharded, and those over which they are replicated."""
+        return self._data_mesh()
+
     def _arrangements(self) -> set[tuple[int, ...]]:
         """The shapes of the meshes over which weights may be sharded."""
         return {self._data_shape, self._shape}
@@ -243,7 +247,7 @@ class FsdpDriver(GroupDriver):
         }
         # Inner modules first; the model last, with the other parameters.
         for module in [*reversed([module for module in chosen if module is not model]), model]:
-            fully_shard(module, mesh=self._data_mesh(), **options)
+            fully_shard(module, mesh=self._mesh_of(module), **options)
         sharded: Any = model
         if callable(reduce_all := getattr(sharded, "set_reduce_scatter_unused_params", None)):  # older torch has no such method
             # Otherwise ranks that used different parameters would sum gradients of different parameters without an error.

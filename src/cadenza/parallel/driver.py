@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from cadenza.drivers import FsdpDriver, TensorParallel
+from cadenza.drivers.name_patterns import Choice, check_choice, named_matches
 from cadenza.parallel.mesh import Mesh
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.parallel import ParallelStyle
-
-Plan = "Mapping[str, ParallelStyle] | Callable[[nn.Module, DeviceMesh], object]"
 
 
 class Parallel(FsdpDriver):
@@ -32,6 +31,9 @@ class Parallel(FsdpDriver):
         loss_parallel: Compute cross entropy from scores that are split over ``tensor`` along their classes (torch's
             ``loss_parallel``), in training and in evaluations. The last layer of the plan must return DTensors:
             ``ColwiseParallel(use_local_output=False)``.
+        experts: The modules whose weights are distributed over ``expert``, chosen like ``shard=``: the first dimension of each
+            weight counts the experts, and each rank has some of them. The model sends the inputs to the ranks of their experts,
+            with a differentiable all-to-all in ``mesh["expert"]``. Their gradients are not averaged over ``expert``.
         **options: Other options of `FsdpDriver`, such as ``shard=Block`` and ``param_dtype="bf16"``. `replicas` and
             `tensor_parallel` follow from the mesh.
 
@@ -48,19 +50,25 @@ class Parallel(FsdpDriver):
         *,
         tensor: Mapping[str, ParallelStyle] | Callable[[nn.Module, DeviceMesh], object] | None = None,
         loss_parallel: bool = False,
+        experts: Choice[nn.Module] | None = None,
         **options: Any,
     ) -> None:
         if not isinstance(mesh, Mesh):
             raise TypeError(f"mesh must be a Mesh(data=..., shard=..., ...); got {mesh!r}")
         for name in {"replicas", "tensor_parallel"} & options.keys():
             raise TypeError(f"Parallel takes {name} from the mesh: leave {name}= out, and give the sizes to Mesh(...)")
-        _check_use(mesh, {"tensor": ("tensor", tensor), "loss_parallel": ("tensor", loss_parallel)})
+        uses = {"tensor": ("tensor", tensor), "loss_parallel": ("tensor", loss_parallel), "experts": ("expert", experts)}
+        _check_use(mesh, uses)
+        if experts is not None:
+            check_choice(experts, "experts")
         self.mesh: Mesh = mesh
         self.loss_parallel: bool = loss_parallel
+        self.experts: Choice[nn.Module] | None = experts
         layers = TensorParallel(tensor, ranks=mesh.sizes["tensor"]) if tensor is not None else None
         super().__init__(device, replicas=mesh.sizes["data"], tensor_parallel=layers, **options)
         self._entered = 0  # how many of the runs and evaluations that are under way have entered the contexts of torch
-        mesh.connect(self.device.type, self._mesh())
+        self._all = mesh.connect(self.device.type, self._mesh())
+        self._with_experts: list[nn.Module] = []
 
     def _computing_together(self) -> int:
         return self.mesh.together
@@ -86,6 +94,33 @@ class Parallel(FsdpDriver):
         outer = self._names[: len(self._data_shape)]
         return self._mesh() if outer == self._names else self._mesh()[outer]
 
+    def _arrangements(self) -> set[tuple[int, ...]]:
+        of_experts = tuple(self.mesh.sizes[name] for name in (*self._outer(), "expert"))
+        return {*super()._arrangements(), of_experts}
+
+    def _outer(self) -> tuple[str, ...]:
+        """The dimensions over which the weights of experts are sharded and replicated."""
+        return ("data", "shard") if self.mesh.sizes["data"] > 1 else ("shard",)
+
+    def _split(self, model: nn.Module) -> None:
+        super()._split(model)
+        if self.experts is not None:
+            chosen = named_matches(self.experts, dict(model.named_modules()), argument="experts", kind="module")
+            self._with_experts = [*chosen.values()]
+            for name, module in chosen.items():
+                distribute(module, name, self.mesh["expert"])
+
+    def _shard(self, model: nn.Module, chosen: list[nn.Module]) -> None:
+        apart = [*chosen, *self._with_experts]
+        super()._shard(model, [module for module in model.modules() if module in apart])
+        for module in self._with_experts:
+            sharded: Any = module
+            # FSDP averages over the ranks with copies. What the other ranks send to an expert is in its gradient already.
+            sharded.set_all_reduce_hook(lambda gradients: gradients.div_(self.mesh.sizes["expert"]))
+
+    def _mesh_of(self, module: nn.Module) -> DeviceMesh:
+        return self._all[self._outer()] if module in self._with_experts else super()._mesh_of(module)
+
     @contextmanager
     def watched(self, *arguments: Any, **options: Any) -> Iterator[None]:
         # A run, or an evaluation: forward passes and their backward passes are all in here.
@@ -108,11 +143,31 @@ class Parallel(FsdpDriver):
             ending.callback(context.__exit__, None, None, None)  # it would stay entered after an error
 
 
+def distribute(module: nn.Module, name: str, mesh: DeviceMesh) -> None:
+    """Keep on each rank of `mesh` its experts, of the weights of a module, in place. Every rank must call this.
+
+    Raises:
+        ValueError: The first dimension of a weight does not divide.
+    """
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    for path, parameter in [*module.named_parameters(name)]:
+        experts = parameter.shape[0] if parameter.ndim else 0
+        if not experts or experts % mesh.size():
+            raise ValueError(
+                f"experts=: the first dimension of {path} must be a number of experts that is divisible by "
+                f"expert={mesh.size()}; got the shape {tuple(parameter.shape)}."
+            )
+        owner, _, last = path.removeprefix(f"{name}.").rpartition(".")
+        part = distribute_tensor(parameter, mesh, [Shard(0)], src_data_rank=None)  # all ranks have the same weights
+        setattr(module.get_submodule(owner), last, nn.Parameter(part, requires_grad=parameter.requires_grad))
+
+
 def _check_use(mesh: Mesh, uses: Mapping[str, tuple[str, object]]) -> None:
     """Raise `ValueError` if a dimension has ranks and nothing uses it, or the other way round."""
     for argument, (name, value) in uses.items():
         ranks, used = mesh.sizes[name], value is not None and value is not False
         if used and ranks == 1:
-            raise ValueError(f"{argument}= needs a dimension {name!r} of multiple ranks; got {mesh}. Give Mesh({name}=...).")
-        if ranks > 1 and not used and argument == name:
+            raise ValueError(f"{argument}= needs multiple ranks along {name!r}; got {mesh}. Give Mesh({name}=...).")
+        if ranks > 1 and not used and argument != "loss_parallel":
             raise ValueError(f"{mesh} has {name}={ranks}, and nothing uses it. Give Parallel({argument}=...), or set it to 1.")
