@@ -6,10 +6,12 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from cadenza.drivers import FsdpDriver, TensorParallel
 from cadenza.drivers.name_patterns import Choice, check_choice, named_matches
+from cadenza.errors import DataError
 from cadenza.parallel.mesh import Mesh
 
 if TYPE_CHECKING:
@@ -31,6 +33,10 @@ class Parallel(FsdpDriver):
         loss_parallel: Compute cross entropy from scores that are split over ``tensor`` along their classes (torch's
             ``loss_parallel``), in training and in evaluations. The last layer of the plan must return DTensors:
             ``ColwiseParallel(use_local_output=False)``.
+        sequence: The dimension along which the tensors of a batch are split over ``context``, such as 1 for (B, T). Tensors of
+            fewer dimensions stay whole. Each rank gets the same part of all of them, in the order of torch's
+            ``context_parallel``, in which ``scaled_dot_product_attention`` computes over all parts. The length must be
+            divisible by twice the ranks. `Mesh.mean` makes the loss a mean over all tokens.
         experts: The modules whose weights are distributed over ``expert``, chosen like ``shard=``: the first dimension of each
             weight counts the experts, and each rank has some of them. The model sends the inputs to the ranks of their experts,
             with a differentiable all-to-all in ``mesh["expert"]``. Their gradients are not averaged over ``expert``.
@@ -50,6 +56,7 @@ class Parallel(FsdpDriver):
         *,
         tensor: Mapping[str, ParallelStyle] | Callable[[nn.Module, DeviceMesh], object] | None = None,
         loss_parallel: bool = False,
+        sequence: int | None = None,
         experts: Choice[nn.Module] | None = None,
         **options: Any,
     ) -> None:
@@ -57,8 +64,10 @@ class Parallel(FsdpDriver):
             raise TypeError(f"mesh must be a Mesh(data=..., shard=..., ...); got {mesh!r}")
         for name in {"replicas", "tensor_parallel"} & options.keys():
             raise TypeError(f"Parallel takes {name} from the mesh: leave {name}= out, and give the sizes to Mesh(...)")
-        uses = {"tensor": ("tensor", tensor), "loss_parallel": ("tensor", loss_parallel), "experts": ("expert", experts)}
+        uses = {"tensor": tensor, "loss_parallel": loss_parallel, "sequence": sequence, "experts": experts}
         _check_use(mesh, uses)
+        if sequence is not None and (isinstance(sequence, bool) or not isinstance(sequence, int) or sequence < 0):
+            raise ValueError(f"sequence must be a dimension of the tensors of a batch, such as 1; got {sequence!r}")
         if experts is not None:
             check_choice(experts, "experts")
         self.mesh: Mesh = mesh
@@ -69,6 +78,10 @@ class Parallel(FsdpDriver):
         self._entered = 0  # how many of the runs and evaluations that are under way have entered the contexts of torch
         self._all = mesh.connect(self.device.type, self._mesh())
         self._with_experts: list[nn.Module] = []
+        self._split_attention = ExitStack()  # torch's context, from one batch to the next
+        if sequence is not None:
+            self._whole, self._sequence = self.to_device, sequence
+            self.to_device = self._part_of
 
     def _computing_together(self) -> int:
         return self.mesh.together
@@ -127,11 +140,33 @@ class Parallel(FsdpDriver):
         with super().watched(*arguments, **options), ExitStack() as ending:
             self._entered += 1
             if self._entered == 1:
+                ending.callback(self._split_attention.close)
                 self._enter(ending)
             try:
                 yield
             finally:
                 self._entered -= 1
+
+    def _part_of(self, batch: Any) -> Any:
+        """Return this rank's part of a batch, on the device. Until the next one, attention computes over all parts."""
+        from torch.distributed.tensor.experimental import context_parallel
+
+        self._split_attention.close()
+        moved = self._whole(batch)
+        leaves, spec = pytree.tree_flatten(moved)
+        ranks, dim = self.mesh["context"], self._sequence
+        parts = [leaf.clone() if isinstance(leaf, Tensor) and leaf.ndim > dim else leaf for leaf in leaves]
+        split = [part for part, leaf in zip(parts, leaves, strict=True) if part is not leaf]
+        lengths = {part.shape[dim] for part in split}
+        if len(lengths) != 1 or lengths.pop() % (2 * ranks.size()):
+            raise DataError(
+                f"sequence={dim}: expected tensors in the batch with one length along dimension {dim}, divisible by "
+                f"{2 * ranks.size()}, twice the ranks along 'context'; got {[tuple(part.shape) for part in split]}. Pad them."
+            )
+        self._split_attention.enter_context(
+            context_parallel(ranks, buffers=split, buffer_seq_dims=[dim] * len(split), no_restore_buffers={*split})
+        )
+        return pytree.tree_unflatten(parts, spec)
 
     def _enter(self, ending: ExitStack) -> None:
         """Enter the contexts in which torch computes layers and losses in parts."""
@@ -163,11 +198,18 @@ def distribute(module: nn.Module, name: str, mesh: DeviceMesh) -> None:
         setattr(module.get_submodule(owner), last, nn.Parameter(part, requires_grad=parameter.requires_grad))
 
 
-def _check_use(mesh: Mesh, uses: Mapping[str, tuple[str, object]]) -> None:
+_DIMENSIONS = {"tensor": "tensor", "loss_parallel": "tensor", "sequence": "context", "experts": "expert"}
+"""By argument, the dimension that it uses."""
+
+
+def _check_use(mesh: Mesh, uses: Mapping[str, object]) -> None:
     """Raise `ValueError` if a dimension has ranks and nothing uses it, or the other way round."""
-    for argument, (name, value) in uses.items():
-        ranks, used = mesh.sizes[name], value is not None and value is not False
+    for argument, value in uses.items():
+        name, used = _DIMENSIONS[argument], value is not None and value is not False
+        ranks = mesh.sizes[name]
         if used and ranks == 1:
             raise ValueError(f"{argument}= needs multiple ranks along {name!r}; got {mesh}. Give Mesh({name}=...).")
         if ranks > 1 and not used and argument != "loss_parallel":
             raise ValueError(f"{mesh} has {name}={ranks}, and nothing uses it. Give Parallel({argument}=...), or set it to 1.")
+    if mesh.sizes["expert"] > 1 and mesh.sizes["context"] > 1:
+        raise ValueError(f"experts on ranks with parts of the sequences are not supported; got {mesh}. Set context=1.")

@@ -5,6 +5,8 @@ from __future__ import annotations
 from math import prod
 from typing import TYPE_CHECKING
 
+import torch
+from torch import Tensor
 from torch import distributed as dist
 
 from cadenza.drivers.rendezvous import rendezvous_of
@@ -76,6 +78,31 @@ class Mesh:
         if name not in self._meshes:
             raise RuntimeError(f"{self} has no process groups yet. Make Parallel(mesh, ...) before, on every rank.")
         return self._meshes[name]
+
+    def mean(self, values: Tensor, over: str = "context", *, where: Tensor | None = None) -> Tensor:
+        """Return the mean of all values on the ranks along a dimension, shape (). Every rank must call this.
+
+        A loss that each rank computes from its part of the sequences: the same number on all of them, with the gradient of one
+        mean over all tokens. With one rank, it is ``values.mean()``.
+
+        Args:
+            values: The values of this rank, such as the loss of each token, of any shape.
+            over: The dimension.
+            where: Which values count, as numbers or flags of the shape of `values`. None: all.
+
+        >>> Mesh().mean(torch.tensor([1.0, 5.0, 3.0]), where=torch.tensor([1, 0, 1]))
+        tensor(2.)
+        """
+        total = (values if where is None else values * where).sum()
+        count = torch.as_tensor(values.numel() if where is None else where.sum(), dtype=total.dtype, device=total.device)
+        if self.sizes[over] > 1:
+            from torch.distributed.tensor import DTensor, Partial
+
+            ranks = self[over]
+            if total.requires_grad:  # FSDP averages the gradients of these ranks, and this is their sum
+                total.register_hook(lambda gradient: gradient * ranks.size())
+            total, count = (DTensor.from_local(part, ranks, [Partial()]).full_tensor() for part in (total, count))
+        return total / count
 
     def connect(self, device: str, weights: DeviceMesh) -> DeviceMesh:
         """Make the process groups that `weights` lacks; return the ranks by all dimensions. Every rank must call this.
