@@ -68,7 +68,7 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
     "no mesh": (lambda: Parallel(cast("Any", 2)), r"mesh must be a Mesh\(data=..., shard=..., ...\); got 2"),
     "unused": (lambda: Parallel(Mesh(tensor=2)), "has tensor=2, and nothing uses it. Give Parallel"),
     "no ranks": (lambda: Parallel(Mesh(shard=2), tensor=PLAN), "tensor= needs multiple ranks along 'tensor'"),
-    "no layers": (lambda: Parallel(Mesh(shard=2), loss_parallel=True), "loss_parallel= needs multiple ranks along 'tensor'"),
+    "no layers": (lambda: Parallel(Mesh(shard=2), loss_parallel=True), "needs layers that are split over 'tensor'"),
     "twice": (lambda: Parallel(Mesh(shard=2), replicas=2), "Parallel takes replicas from the mesh"),
     "no such option": (lambda: Parallel(Mesh(shard=2), shards=Block), "unexpected keyword argument 'shards'"),
     "no such module": (lambda: split({"heads": ColwiseParallel()}), "no module of the model matches 'heads'"),

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from cadenza import Trainer
-from cadenza.callbacks import Checkpoint, ClipGradients, Evaluate
+from cadenza.callbacks import Checkpoint, ClipGradients, Ema, Evaluate
 from cadenza.drivers import Driver
-from tests.distributed.parts import adamw, vector
+from cadenza.drivers.sharding import is_elsewhere, is_sharded
+from tests.distributed.parts import adamw, vector, whole
 
 WORDS, WIDTH = 12, 8
 Make = Callable[[], Driver]
@@ -77,28 +78,36 @@ def trained(
     *,
     compute: Compute = next_words,
     batches: Callable[[int], Iterable[Any]] = sentences,
+    size: int = 3,
     accumulate: int = 1,
     directory: Path | None = None,
     max_steps: int | None = None,
     predict: Compute | None = None,
 ) -> Trained:
-    """Train 2 epochs, or until a step; a rank has batches of 3 samples. Every rank must call this."""
+    """Train 2 epochs, or until a step; a rank has batches of `size` samples. Every rank must call this."""
     torch.manual_seed(0)
     driver = make()
     trainer = Trainer(
-        model(), adamw, batches(3), compute,
+        model(), adamw, batches(size), compute,
         max_epochs=2, max_steps=max_steps, seed=1, accumulate=accumulate, driver=driver, progress=False, directory=directory,
         callbacks=[
-            ClipGradients(0.5, log="norm", log_every="1 step"), Evaluate(batches(4), every="2 steps"),
-            *([] if directory is None else [Checkpoint("100 steps")]),
+            ClipGradients(0.5, log="norm", log_every="1 step"), Evaluate(batches(5), every="2 steps"),
+            *([] if directory is None else [Ema(0.5), Checkpoint("100 steps")]),
         ],
     )  # fmt: skip
     run = trainer.fit(resume="auto" if directory is not None else False)
     history = {name: dict(run.history[name]) for name in run.history.names}
     predicted = trainer.predict(
-        batches(4), compute=predict or (lambda model, batch: _whole(model(batch[:, :-1]))), everywhere=True
+        batches(5), compute=predict or (lambda model, batch: _whole(model(batch[:, :-1]))), everywhere=True
     )
-    return Trained(vector(trainer.model.parameters()), history, run.progress.samples, predicted)
+    return Trained(_weights(trainer), history, run.progress.samples, predicted)
+
+
+def _weights(trainer: Trainer) -> Tensor:
+    """Return all weights as one vector, also those of other stages. Every rank must call this."""
+    parts = [None if is_sharded(weight) and is_elsewhere(weight) else whole(weight) for weight in trainer.model.parameters()]
+    everyone = trainer.driver.gather(parts)
+    return vector(next(part for part in same if part is not None) for same in zip(*everyone, strict=True))
 
 
 def _whole(scores: Any) -> Tensor:

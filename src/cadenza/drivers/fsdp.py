@@ -157,6 +157,7 @@ class FsdpDriver(GroupDriver):
         self.init: Init | None = init
         self.weights: str | os.PathLike[str] | None = weights
         self.reshard_after_forward: bool | int = reshard_after_forward
+        self._elsewhere: set[nn.Parameter] = set()  # those of which this rank holds nothing
 
     def _computing_together(self) -> int:
         ranks = 1 if self._tensor_parallel is None else self._tensor_parallel.ranks
@@ -245,6 +246,8 @@ class FsdpDriver(GroupDriver):
             "mp_policy": MixedPrecisionPolicy(**self._policy, cast_forward_inputs=self._cast_forward_inputs),
             "offload_policy": CPUOffloadPolicy(self.device.type == "cuda") if self.cpu_offload else OffloadPolicy(),
         }
+        if self._elsewhere:
+            options["ignored_params"] = self._elsewhere
         # Inner modules first; the model last, with the other parameters.
         for module in [*reversed([module for module in chosen if module is not model]), model]:
             fully_shard(module, mesh=self._mesh_of(module), **options)

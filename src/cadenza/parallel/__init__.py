@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from cadenza.parallel.dcp import load_optimizer as load_optimizer
     from cadenza.parallel.driver import Parallel as Parallel
     from cadenza.parallel.mesh import Mesh as Mesh
+    from cadenza.parallel.pipeline import Pipeline as Pipeline
 
     __all__: list[str]
 else:

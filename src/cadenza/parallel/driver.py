@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from cadenza.drivers import FsdpDriver, TensorParallel
 from cadenza.drivers.name_patterns import Choice, check_choice, named_matches
+from cadenza.drivers.sharding import STAGE, norm_over
 from cadenza.errors import DataError
 from cadenza.parallel.mesh import Mesh
+from cadenza.parallel.pipeline import Pipeline
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -37,6 +40,8 @@ class Parallel(FsdpDriver):
             fewer dimensions stay whole. Each rank gets the same part of all of them, in the order of torch's
             ``context_parallel``, in which ``scaled_dot_product_attention`` computes over all parts. The length must be
             divisible by twice the ranks. `Mesh.mean` makes the loss a mean over all tokens.
+        pipeline: The stages of the model along ``pipeline``; give it to `Trainer` as ``compute_loss`` too. Gradients are
+            reduced with each batch.
         experts: The modules whose weights are distributed over ``expert``, chosen like ``shard=``: the first dimension of each
             weight counts the experts, and each rank has some of them. The model sends the inputs to the ranks of their experts,
             with a differentiable all-to-all in ``mesh["expert"]``. Their gradients are not averaged over ``expert``.
@@ -57,6 +62,7 @@ class Parallel(FsdpDriver):
         tensor: Mapping[str, ParallelStyle] | Callable[[nn.Module, DeviceMesh], object] | None = None,
         loss_parallel: bool = False,
         sequence: int | None = None,
+        pipeline: Pipeline | None = None,
         experts: Choice[nn.Module] | None = None,
         **options: Any,
     ) -> None:
@@ -64,8 +70,11 @@ class Parallel(FsdpDriver):
             raise TypeError(f"mesh must be a Mesh(data=..., shard=..., ...); got {mesh!r}")
         for name in {"replicas", "tensor_parallel"} & options.keys():
             raise TypeError(f"Parallel takes {name} from the mesh: leave {name}= out, and give the sizes to Mesh(...)")
-        uses = {"tensor": tensor, "loss_parallel": loss_parallel, "sequence": sequence, "experts": experts}
-        _check_use(mesh, uses)
+        _check_use(mesh, {"tensor": tensor, "sequence": sequence, "pipeline": pipeline, "experts": experts})
+        if loss_parallel and tensor is None:
+            raise ValueError("loss_parallel=True needs layers that are split over 'tensor'. Give Parallel(tensor=...).")
+        if pipeline is not None and not isinstance(pipeline, Pipeline):
+            raise TypeError(f"pipeline must be a Pipeline(stages, loss_fn, microbatches=...), or None; got {pipeline!r}")
         if sequence is not None and (isinstance(sequence, bool) or not isinstance(sequence, int) or sequence < 0):
             raise ValueError(f"sequence must be a dimension of the tensors of a batch, such as 1; got {sequence!r}")
         if experts is not None:
@@ -73,6 +82,8 @@ class Parallel(FsdpDriver):
         self.mesh: Mesh = mesh
         self.loss_parallel: bool = loss_parallel
         self.experts: Choice[nn.Module] | None = experts
+        self.pipeline: Pipeline | None = pipeline
+        self._stages: list[DeviceMesh] = []  # the ranks of each stage
         layers = TensorParallel(tensor, ranks=mesh.sizes["tensor"]) if tensor is not None else None
         super().__init__(device, replicas=mesh.sizes["data"], tensor_parallel=layers, **options)
         self._entered = 0  # how many of the runs and evaluations that are under way have entered the contexts of torch
@@ -94,14 +105,25 @@ class Parallel(FsdpDriver):
 
     @property
     def _shape(self) -> tuple[int, ...]:
-        inner = (self.mesh.sizes[name] for name in ("pipeline", "tensor"))
-        return (*self._data_shape, *(size for size in inner if size > 1))
+        tensor = self.mesh.sizes["tensor"]
+        return self._data_shape if tensor == 1 else (*self._data_shape, tensor)
 
     @property
     def _names(self) -> tuple[str, ...]:
-        named = [name for name in ("data", "pipeline", "tensor") if self.mesh.sizes[name] > 1]
-        named.insert("data" in named, "shard")
-        return tuple(named)
+        sizes = self.mesh.sizes
+        outer = ("data",) if sizes["data"] > 1 else ()
+        return (*outer, "shard" if sizes["pipeline"] == 1 else STAGE, *(("tensor",) if sizes["tensor"] > 1 else ()))
+
+    def _mesh(self) -> DeviceMesh:
+        stages = self.mesh.sizes["pipeline"]
+        if stages == 1:
+            return super()._mesh()
+        if not self._stages:  # every rank makes all of them
+            from torch.distributed.device_mesh import DeviceMesh
+
+            ranks = torch.arange(self.world_size).reshape(*self._data_shape, stages).unbind(-1)
+            self._stages = [DeviceMesh(self.device.type, some, mesh_dim_names=self._names) for some in ranks]
+        return self._stages[self.rank % stages]
 
     def _data_mesh(self) -> DeviceMesh:
         outer = self._names[: len(self._data_shape)]
@@ -117,15 +139,36 @@ class Parallel(FsdpDriver):
 
     def _split(self, model: nn.Module) -> None:
         super()._split(model)
+        if self.pipeline is not None:
+            self._place(model, self.pipeline)
         if self.experts is not None:
             chosen = named_matches(self.experts, dict(model.named_modules()), argument="experts", kind="module")
             self._with_experts = [*chosen.values()]
             for name, module in chosen.items():
                 distribute(module, name, self.mesh["expert"])
 
+    def _place(self, model: nn.Module, pipeline: Pipeline) -> None:
+        """Keep the weights of the stage of this rank. Those of others become tensors of other ranks, without memory."""
+        from torch.distributed.tensor import DTensor, Replicate, Shard
+
+        own = self.mesh["pipeline"].get_local_rank()
+        elsewhere = {name: stage for name, stage in pipeline.place(model, self.mesh["pipeline"]).items() if stage != own}
+        made: dict[int, nn.Parameter] = {}
+        for name, stage in elsewhere.items():
+            weight, (path, _, last) = model.get_parameter(name), name.rpartition(".")
+            if id(weight) not in made:
+                nothing = torch.empty(0, dtype=weight.dtype, device=self.device)
+                layout = [Replicate(), Shard(0)][-len(self._data_shape) :]
+                shape = {"shape": weight.shape, "stride": weight.stride()}
+                part = DTensor.from_local(nothing, self._stages[stage], layout, run_check=False, **shape)
+                made[id(weight)] = nn.Parameter(part, requires_grad=weight.requires_grad)
+            setattr(model.get_submodule(path), last, made[id(weight)])
+        self._elsewhere = {*made.values()}
+
     def _shard(self, model: nn.Module, chosen: list[nn.Module]) -> None:
         apart = [*chosen, *self._with_experts]
-        super()._shard(model, [module for module in model.modules() if module in apart])
+        here = [module for module in apart if not self._elsewhere or not self._elsewhere.issuperset(module.parameters())]
+        super()._shard(model, [module for module in model.modules() if module in here])
         for module in self._with_experts:
             sharded: Any = module
             # FSDP averages over the ranks with copies. What the other ranks send to an expert is in its gradient already.
@@ -133,6 +176,13 @@ class Parallel(FsdpDriver):
 
     def _mesh_of(self, module: nn.Module) -> DeviceMesh:
         return self._all[self._outer()] if module in self._with_experts else super()._mesh_of(module)
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        return super().no_sync(model) if self.pipeline is None else nullcontext()  # the schedules reduce with each batch
+
+    def total_norm(self, gradients: list[Tensor], norm_type: float) -> Tensor:
+        norm = super().total_norm(gradients, norm_type)
+        return norm if self.pipeline is None else norm_over(self.mesh["pipeline"], norm.double(), norm_type).float()
 
     @contextmanager
     def watched(self, *arguments: Any, **options: Any) -> Iterator[None]:
@@ -198,18 +248,21 @@ def distribute(module: nn.Module, name: str, mesh: DeviceMesh) -> None:
         setattr(module.get_submodule(owner), last, nn.Parameter(part, requires_grad=parameter.requires_grad))
 
 
-_DIMENSIONS = {"tensor": "tensor", "loss_parallel": "tensor", "sequence": "context", "experts": "expert"}
-"""By argument, the dimension that it uses."""
+_DIMENSION_OF = {"sequence": "context", "experts": "expert"}
+"""The dimensions that have another name than the argument that uses them."""
+_APART = (("context", "expert"), ("pipeline", "expert"), ("pipeline", "tensor"))
+"""Dimensions that are not supported together."""
 
 
 def _check_use(mesh: Mesh, uses: Mapping[str, object]) -> None:
     """Raise `ValueError` if a dimension has ranks and nothing uses it, or the other way round."""
     for argument, value in uses.items():
-        name, used = _DIMENSIONS[argument], value is not None and value is not False
+        name = _DIMENSION_OF.get(argument, argument)
         ranks = mesh.sizes[name]
-        if used and ranks == 1:
+        if value is not None and ranks == 1:
             raise ValueError(f"{argument}= needs multiple ranks along {name!r}; got {mesh}. Give Mesh({name}=...).")
-        if ranks > 1 and not used and argument != "loss_parallel":
+        if ranks > 1 and value is None:
             raise ValueError(f"{mesh} has {name}={ranks}, and nothing uses it. Give Parallel({argument}=...), or set it to 1.")
-    if mesh.sizes["expert"] > 1 and mesh.sizes["context"] > 1:
-        raise ValueError(f"experts on ranks with parts of the sequences are not supported; got {mesh}. Set context=1.")
+    for first, second in _APART:
+        if mesh.sizes[first] > 1 and mesh.sizes[second] > 1:
+            raise ValueError(f"{first} and {second} are not supported together; got {mesh}. Set one of them to 1.")

@@ -114,15 +114,13 @@ class Mesh:
         """
         from torch.distributed.device_mesh import init_device_mesh
 
-        names = [name for name in DIMENSIONS if self.sizes[name] > 1]
-        apart = "expert" in names or "context" in names
+        names = [name for name in DIMENSIONS if self.sizes[name] > 1 or (name == "shard" and self.sizes["expert"] > 1)]
         whole = weights
-        if apart:
-            names = ["shard", *names] if "shard" not in names and "expert" in names else names
-            names.sort(key=DIMENSIONS.index)
+        if {"expert", "context", "pipeline"} & {*names}:
             whole = init_device_mesh(device, tuple(self.sizes[name] for name in names), mesh_dim_names=tuple(names))
         for name in names:
-            self._meshes[name] = (whole if apart and name not in ("pipeline", "tensor") else weights)[name]
+            # The layers that are split over tensor are sharded further, so both must be dimensions of one mesh.
+            self._meshes[name] = (weights if name == "tensor" else whole)[name]
         return whole
 
     def __repr__(self) -> str:
