@@ -159,8 +159,8 @@ class Parallel(FsdpDriver):
             if id(weight) not in made:
                 nothing = torch.empty(0, dtype=weight.dtype, device=self.device)
                 layout = [Replicate(), Shard(0)][-len(self._data_shape) :]
-                shape = {"shape": weight.shape, "stride": weight.stride()}
-                part = DTensor.from_local(nothing, self._stages[stage], layout, run_check=False, **shape)
+                mesh, shape = self._stages[stage], weight.shape
+                part = DTensor.from_local(nothing, mesh, layout, run_check=False, shape=shape, stride=weight.stride())
                 made[id(weight)] = nn.Parameter(part, requires_grad=weight.requires_grad)
             setattr(model.get_submodule(path), last, made[id(weight)])
         self._elsewhere = {*made.values()}

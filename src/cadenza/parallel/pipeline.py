@@ -163,7 +163,7 @@ class Pipeline:
                             f"{name} belongs to stages {stage_of[name]} and {number}. A weight must be in one stage."
                         )
                 if number != ranks.get_local_rank():
-                    module.forward = MethodType(_passed_on, module)  # type: ignore[method-assign]
+                    module.forward = MethodType(_passed_on, module)
         if left := [name for same in names.values() for name in same if name not in stage_of]:
             raise ValueError(f"no stage of the pipeline has {few(left)}. Add the modules to one of the stages.")
         return stage_of
