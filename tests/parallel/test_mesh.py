@@ -14,7 +14,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
 
 from cadenza.drivers import Driver, FsdpDriver
-from cadenza.parallel import Mesh, Parallel
+from cadenza.parallel import Mesh, Parallel, Pipeline
 from tests.distributed.drivers import Block as Layer
 from tests.distributed.drivers import blocks, ddp, fsdp, single
 from tests.distributed.parts import refusal, trainer, weights_of
@@ -88,6 +88,20 @@ def test_mistakes_are_reported_at_once() -> None:
                 wrong()
 
     on_ranks(report)
+
+
+def test_dimensions_that_are_not_supported_together_are_reported() -> None:
+    def report() -> list[str]:
+        compute = Pipeline(["embedding", "head"], nn.functional.mse_loss, microbatches=2)
+        return [
+            refusal(lambda: Parallel(Mesh(context=2, expert=2), "cpu", sequence=1, experts="*")),
+            refusal(lambda: Parallel(Mesh(pipeline=2, expert=2), "cpu", pipeline=compute, experts="*")),
+            refusal(lambda: Parallel(Mesh(pipeline=2, tensor=2), "cpu", pipeline=compute, tensor=PLAN)),
+        ]
+
+    for texts in on_ranks(report, 4):
+        for text, names in zip(texts, ("context and expert", "pipeline and expert", "pipeline and tensor"), strict=True):
+            assert text.startswith(f"{names} are not supported together; got Mesh(")
 
 
 # -- layers and losses in parts ----------------------------------------------------------------------

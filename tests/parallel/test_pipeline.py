@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from cadenza import export_weights, save_weights
 from cadenza.drivers import Driver
-from cadenza.errors import DataError, StateError
+from cadenza.errors import DataError, LossError, StateError
 from cadenza.parallel import Mesh, Parallel, Pipeline
 from tests.distributed.drivers import fsdp, single
 from tests.distributed.parts import refusal
@@ -116,6 +116,8 @@ def test_mistakes_are_reported_before_the_first_step() -> None:
         words = torch.zeros(6, 4, dtype=torch.long)
         with pytest.raises(DataError) as caught:
             short(model, (words, words))
+        with pytest.raises(LossError, match="Give the Pipeline to Trainer as compute_loss"):
+            model(words)
         with pytest.raises(StateError, match="this rank has no part of a tensor of another stage"):
             save_weights(model, "weights.safetensors")
         return [

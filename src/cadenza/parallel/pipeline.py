@@ -12,7 +12,7 @@ from torch import distributed as dist
 
 from cadenza.drivers.name_patterns import Choice, check_choice, named_matches
 from cadenza.drivers.sharding import is_elsewhere, local
-from cadenza.errors import DataError
+from cadenza.errors import DataError, LossError
 from cadenza.status.formats import counted, few
 from cadenza.status.reprs import brief
 
@@ -72,6 +72,7 @@ class Pipeline:
         self.microbatches: int = microbatches
         self.schedule: str | type = schedule
         self._ranks: DeviceMesh | None = None  # one of each stage
+        self._runs = False  # whether a batch is in the stages
         self._shapes: list[_Shape] | None = None  # what each stage receives, and what the last one returns
         self._schedules: dict[tuple[Any, ...], Any] = {}
 
@@ -149,6 +150,15 @@ class Pipeline:
                 f"{self.microbatches}. Use more, or 'GPipe'."
             )
         self._ranks, self._shapes, self._schedules = ranks, None, {}
+
+        def check_call(*_: object) -> None:
+            if not self._runs:
+                raise LossError(
+                    "the model has stages on other ranks, and was called on this one alone. Give the Pipeline to Trainer as "
+                    "compute_loss, and call it, or its predict, in a compute= of your own."
+                )
+
+        model.register_forward_pre_hook(check_call)
         named, names = dict(model.named_modules()), _names(model)
         stage_of: dict[str, int] = {}
         for number, choice in enumerate(self.stages):
@@ -177,14 +187,18 @@ class Pipeline:
                 f"a batch has {counted(size, 'sample')}, which {parts} microbatches do not divide. Use another batch_size with "
                 "drop_last=True, or another number of microbatches=."
             )
-        if self._shapes is None:
-            self._shapes = self._tried(model, inputs[: size // parts])
-        key = (training, parts, inputs.shape, inputs.dtype, id(model))
-        if key not in self._schedules:
-            self._schedules[key] = self._schedule(model, inputs, parts, training=training)
-        if ranks.get_local_rank() != ranks.size() - 1:
-            options.pop("target", None)
-        return self._schedules[key].step(*((inputs,) if ranks.get_local_rank() == 0 else ()), **options)
+        self._runs = True
+        try:
+            if self._shapes is None:
+                self._shapes = self._tried(model, inputs[: size // parts])
+            key = (training, parts, inputs.shape, inputs.dtype, id(model))
+            if key not in self._schedules:
+                self._schedules[key] = self._schedule(model, inputs, parts, training=training)
+            if ranks.get_local_rank() != ranks.size() - 1:
+                options.pop("target", None)
+            return self._schedules[key].step(*((inputs,) if ranks.get_local_rank() == 0 else ()), **options)
+        finally:
+            self._runs = False
 
     def _tried(self, model: nn.Module, part: Tensor) -> list[_Shape]:
         """Return what each stage receives, and what the last one returns, of one microbatch. Every rank must call this."""
