@@ -35,7 +35,8 @@ class Attention(nn.Module):
     def forward(self, words: Tensor, positions: Tensor) -> Tensor:
         hidden = self.words(words) + self.positions(positions)
         parts = self.mixed(hidden).unflatten(-1, (3, 2, -1)).movedim(2, 0).transpose(2, 3)  # (3, B, heads, T, width)
-        seen = nn.functional.scaled_dot_product_attention(*parts, is_causal=self.causal)
+        query, key, value = parts
+        seen = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=self.causal)
         return self.head(hidden + seen.transpose(1, 2).flatten(2)).clone()  # type: ignore[no-any-return]
 
 
@@ -52,9 +53,10 @@ def masked(size: int) -> list[tuple[Tensor, Tensor, Tensor]]:
 def of_all_tokens(mesh: Mesh | None) -> Callable[[nn.Module, Any], Tensor]:
     def compute(model: nn.Module, batch: Any) -> Tensor:
         words, positions, targets = batch
-        losses = nn.functional.cross_entropy(model(words, positions).mT, targets, ignore_index=-1, reduction="none")
+        losses: Tensor = nn.functional.cross_entropy(model(words, positions).mT, targets, ignore_index=-1, reduction="none")
         if mesh is None:
-            return losses.sum() / (targets >= 0).sum()
+            mean: Tensor = losses.sum() / (targets >= 0).sum()
+            return mean
         return mesh.mean(losses, where=targets >= 0)
 
     return compute

@@ -102,14 +102,15 @@ def test_experts_on_ranks_train_as_one_process(layout: str) -> None:
 
 
 def leg(layout: str, directory: Path, max_steps: int) -> Tensor:
-    ranks, given = (LAYOUTS | OTHERS)[layout]  # type: ignore[operator]
+    sizes = LAYOUTS[layout][1] if layout in LAYOUTS else {}
+    ranks = LAYOUTS[layout][0] if sizes else OTHERS[layout][0]
 
     def work() -> Tensor:
-        mesh, make = on_mesh(**given) if layout in LAYOUTS else (None, given)
-        return trained(make, lambda: Mixture(mesh), accumulate=4 // ranks, directory=directory, max_steps=max_steps).weights
+        mesh, make = on_mesh(**sizes) if sizes else (None, OTHERS[layout][1])
+        model = lambda: Mixture(mesh)  # noqa: E731
+        return trained(make, model, accumulate=4 // ranks, directory=directory, max_steps=max_steps).weights
 
-    together = given.get("tensor", 1) if layout in LAYOUTS else 1
-    return work() if ranks == 1 else on_ranks(work, ranks * together)[0]
+    return work() if layout == "single" else on_ranks(work, ranks * sizes.get("tensor", 1))[0]
 
 
 def test_a_run_goes_on_in_the_same_layout_to_the_same_bits_and_in_other_layouts(tmp_path: Path) -> None:

@@ -92,7 +92,7 @@ class Parallel(FsdpDriver):
         self._split_attention = ExitStack()  # torch's context, from one batch to the next
         if sequence is not None:
             self._whole, self._sequence = self.to_device, sequence
-            self.to_device = self._part_of
+            self.to_device: Callable[[Any], Any] = self._part_of
 
     def _computing_together(self) -> int:
         return self.mesh.together
