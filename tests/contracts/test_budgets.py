@@ -35,11 +35,11 @@ profiling      319      3       1
 loading       2635     14       2
 records       1797     11       6
 hooks         1563     10       7
-drivers       2279     15       5
+drivers       2318     15       5
 optim         1319     11       6
 sinks         1200     10       7
 engine        5561     22      10
-checkpoint    3987     16      10
+checkpoint    3993     16      10
 callbacks     3163     31      15
 loops         1068      5      12
 testing        946      6      14
@@ -47,7 +47,7 @@ commands       687      8      11
 report        2502     24       8
 steering      1828     16      10
 timetravel    2995     18      21
-parallel       376      3       7
+parallel       854      6       7
 compat       24706    317      18
 trackers      1587     11      10
 """
@@ -58,10 +58,10 @@ WINGS = ("compat", "parallel", "report", "steering", "timetravel", "trackers")
 
 SUMS = """
 sum                             core   wings
-files                            190     389
-lines                          29024   33994
-words                         204499  229709
-words a line                    7.05    6.76
+files                            190     392
+lines                          29069   34472
+words                         204797  233253
+words a line                    7.05    6.77
 data files and long literals     485     803
 modules under 30 lines            10      46
 """

@@ -80,7 +80,11 @@ def in_parts(**sizes: int) -> tuple[Mesh, Callable[[], Parallel]]:
     return mesh, lambda: Parallel(mesh, "cpu", sequence=1, timeout_s=100)
 
 
-@pytest.mark.parametrize("sizes", [{"shard": 2, "context": 2}, {"data": 2, "context": 2}, {"context": 2}], ids=str)
+@pytest.mark.parametrize(
+    "sizes",
+    [{"shard": 2, "context": 2}, {"context": 2}, pytest.param({"data": 2, "context": 2}, marks=pytest.mark.long)],
+    ids=str,
+)
 def test_sequences_in_parts_train_as_one_process(sizes: dict[str, int]) -> None:
     ranks = 2 if len(sizes) == 1 else 4
 

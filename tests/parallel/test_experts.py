@@ -88,7 +88,9 @@ LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
 OTHERS: dict[str, tuple[int, Callable[[], Driver]]] = {"fsdp": (2, fsdp), "ddp": (2, ddp), "single": (1, single)}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", ["2x2", "tensor", *(pytest.param(name, marks=pytest.mark.long) for name in ("replicated", "expert"))]
+)
 def test_experts_on_ranks_train_as_one_process(layout: str) -> None:
     ranks, sizes = LAYOUTS[layout]
 

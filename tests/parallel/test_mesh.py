@@ -107,7 +107,9 @@ def test_dimensions_that_are_not_supported_together_are_reported() -> None:
 # -- layers and losses in parts ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sizes", [{"shard": 2, "tensor": 2}, {"data": 2, "tensor": 2}, {"tensor": 4}], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [{"shard": 2, "tensor": 2}, {"data": 2, "tensor": 2}, pytest.param({"tensor": 4}, marks=pytest.mark.long)], ids=str
+)
 def test_layers_sequences_and_losses_in_parts_train_as_one_process(sizes: dict[str, int]) -> None:
     data = 4 // sizes["tensor"]
     expected = trained(single, accumulate=2)

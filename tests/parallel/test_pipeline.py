@@ -61,8 +61,16 @@ def run(sizes: dict[str, int] | Callable[[], Driver], *, schedule: Any = "1F1B",
     return trained(make, Chain, compute=compute, batches=pairs, size=4, predict=compute.predict, **options)
 
 
-@pytest.mark.parametrize("schedule", ["1F1B", "GPipe"])
-@pytest.mark.parametrize("sizes", [{"pipeline": 4}, {"pipeline": 2, "shard": 2}, {"pipeline": 2, "data": 2}], ids=str)
+@pytest.mark.parametrize(
+    ("sizes", "schedule"),
+    [
+        ({"pipeline": 4}, "1F1B"),
+        ({"pipeline": 2, "shard": 2}, "GPipe"),
+        pytest.param({"pipeline": 2, "shard": 2}, "1F1B", marks=pytest.mark.long),
+        pytest.param({"pipeline": 2, "data": 2}, "1F1B", marks=pytest.mark.long),
+    ],
+    ids=str,
+)
 def test_stages_train_as_one_process(sizes: dict[str, int], schedule: str) -> None:
     data = 4 // sizes["pipeline"]
     expected = run(single, accumulate=2)
