@@ -135,6 +135,10 @@ CHECKED_BY = {
         "resumes bit-identically on the same number of ranks": RANKS,
         "not bit-identical, because sums are added in another order": "it_is_said_what_is_not_the_same",
     },
+    "docs/guides/mesh.md": {
+        "are read on any number of ranks": "checkpoints_of_stages_go_to_all_other_layouts",
+        "A resume on the same arrangement is bit-identical": "a_run_goes_on_in_the_same_layout_to_the_same_bits",
+    },
     "docs/guides/sharded-models.md": {
         "Clipping, checkpoints and `Ema` work with it, bit-identically": (
             "offloaded_shards_train_and_resume_to_the_bits_of_those_that_are_not"

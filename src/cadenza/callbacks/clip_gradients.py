@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
 from cadenza.drivers.name_patterns import Choice, check_choice, named_matches
-from cadenza.drivers.sharding import is_sharded, locals_of, total_norm
+from cadenza.drivers.sharding import is_sharded, locals_of
 from cadenza.engine.weight_update import updated_parameters
 from cadenza.hooks.listener import Listener, silent
 from cadenza.hooks.moments import Callback
@@ -153,7 +153,7 @@ class ClipGradients(Callback, Compared):
         """Clip the shards of this rank by the norm of the whole gradients."""
         parts = locals_of(gradients)
         if self.max_norm is not None or self.log is not None:
-            self._note(run, total_norm(gradients, self.norm_type))
+            self._note(run, run.driver.total_norm(gradients, self.norm_type))
         if self.max_norm is not None and self.norm is not None:
             factor = _factor(self.norm, self.max_norm)
             for device in {part.device for part in parts}:  # the host, for parameters that FSDP keeps there

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from cadenza.drivers.consensus import Meeting
 from cadenza.drivers.first_error import Post
 from cadenza.drivers.meta_tensors import check_can_materialize
-from cadenza.drivers.sharding import Readable
+from cadenza.drivers.sharding import Readable, total_norm
 from cadenza.loading.shards import Shard
 
 Reduction = Literal["mean", "sum", "min", "max", "total"]
@@ -256,6 +256,10 @@ class Driver(ABC):
     def placed(self, stored: Readable) -> Tensor:
         """Read a stored tensor in the layout of this driver: the whole tensor, or the shard of this rank."""
         return stored.read()
+
+    def total_norm(self, gradients: list[Tensor], norm_type: float) -> Tensor:
+        """Return the norm of all gradients, of which some are sharded, shape (). Every rank must call this."""
+        return total_norm(gradients, norm_type)
 
     @property
     def meeting(self) -> Meeting:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +46,8 @@ class FsdpDriver(GroupDriver):
         checkpoint_activations: Modules, chosen like `shard`, that compute their activations again in the backward pass
             instead of keeping them.
         reshard_after_forward: Free the gathered weights after the forward pass, and gather them again for the backward pass.
+            A number: keep shards for groups of so many ranks, such as those of one machine; it divides the number of ranks
+            that shard a weight.
         replicas: The number of groups of ranks that each hold the whole model in shards (HSDP). A weight is gathered inside of
             its group, for example the devices of one machine, and gradients are averaged over the groups. The ranks of a group
             are consecutive.
@@ -64,6 +66,8 @@ class FsdpDriver(GroupDriver):
         timeout_s: Seconds to wait for the other ranks, at the start and in each exchange, before an error is raised. A mapping
             sets other limits: ``{"start": 1800, "step": 120, "save": 3600}``. The start ends with the first step of a
             fit, or with the first batch of `Trainer.evaluate` and `Trainer.predict`.
+        configure: A function that is called with the sharded model, for other methods of torch's ``FSDPModule``: for example
+            ``set_modules_to_forward_prefetch`` of its blocks.
 
     Raises:
         DistributedError: This process was started alone, or the other ranks cannot be reached.
@@ -93,7 +97,7 @@ class FsdpDriver(GroupDriver):
         param_dtype: str | None = None,
         reduce_dtype: str | None = None,
         checkpoint_activations: Choice[nn.Module] | None = None,
-        reshard_after_forward: bool = True,
+        reshard_after_forward: bool | int = True,
         replicas: int = 1,
         output_dtype: str | None = None,
         cast_forward_inputs: bool = True,
@@ -103,6 +107,7 @@ class FsdpDriver(GroupDriver):
         weights: str | os.PathLike[str] | None = None,
         share_data: bool = True,
         timeout_s: Limits = 600,
+        configure: Callable[[nn.Module], object] | None = None,
     ) -> None:
         formats = {"param_dtype": param_dtype, "reduce_dtype": reduce_dtype, "output_dtype": output_dtype}
         for name, dtype in formats.items():
@@ -140,10 +145,20 @@ class FsdpDriver(GroupDriver):
                 f"weights must be a safetensors file, a model.safetensors.index.json or a DCP folder; rank {self.rank} "
                 f"finds no file {os.fspath(weights)!r}. For a checkpoint, use fit(resume=PATH) or export_weights."
             )
+        if configure is not None and not callable(configure):
+            raise TypeError(f"configure must be a function of the sharded model, or None; got {configure!r}")
+        among = self._data_shape[-1]
+        if not isinstance(reshard_after_forward, int) or reshard_after_forward < 0 or among % (reshard_after_forward or 1):
+            raise ValueError(
+                "reshard_after_forward must be True, False, or a number that divides the ranks which shard a weight, "
+                f"{among}; got {reshard_after_forward!r}"
+            )
+        self.configure: Callable[[nn.Module], object] | None = configure
         self.cpu_offload: bool = cpu_offload
         self.init: Init | None = init
         self.weights: str | os.PathLike[str] | None = weights
-        self.reshard_after_forward = reshard_after_forward
+        self.reshard_after_forward: bool | int = reshard_after_forward
+        self._elsewhere: set[nn.Parameter] = set()  # those of which this rank holds nothing
 
     def _computing_together(self) -> int:
         ranks = 1 if self._tensor_parallel is None else self._tensor_parallel.ranks
@@ -179,7 +194,7 @@ class FsdpDriver(GroupDriver):
 
         self._begin_run()
         if isinstance(model, FSDPModule):
-            _check_arrangement(model, {self._data_shape, self._shape})
+            _check_arrangement(model, self._arrangements())
             began = model._get_fsdp_state()._is_root is not None  # otherwise torch raises AttributeError
             if began and callable(reset := getattr(model, "reset_iter_state", None)):
                 reset()  # a failed run may have left a pass unfinished
@@ -189,8 +204,7 @@ class FsdpDriver(GroupDriver):
         chosen = _chosen(self.shard, model, "shard")
         _check_ties(model, chosen)
         self.share_tensors(parameter.detach() for parameter in [*model.parameters(), *model.buffers()] if not parameter.is_meta)
-        if self._tensor_parallel is not None:
-            self._tensor_parallel.apply(model, self._mesh()[self._names[-1]])
+        self._split(model)
         for module in _chosen(self.checkpoint_activations, model, "checkpoint_activations"):
             _checkpoint(module)
         self._shard(model, chosen)
@@ -212,6 +226,19 @@ class FsdpDriver(GroupDriver):
     def _parameters_on(self) -> torch.device:
         return torch.device("cpu") if self.cpu_offload else self.device
 
+    def _split(self, model: nn.Module) -> None:
+        """Split layers over the ranks that compute together."""
+        if self._tensor_parallel is not None:
+            self._tensor_parallel.apply(model, self._mesh()[self._names[-1]])
+
+    def _mesh_of(self, module: nn.Module) -> DeviceMesh:
+        """The ranks over which the weights of a module are sharded, and those over which they are replicated."""
+        return self._data_mesh()
+
+    def _arrangements(self) -> set[tuple[int, ...]]:
+        """The shapes of the meshes over which weights may be sharded."""
+        return {self._data_shape, self._shape}
+
     def _shard(self, model: nn.Module, chosen: list[nn.Module]) -> None:
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
@@ -220,13 +247,17 @@ class FsdpDriver(GroupDriver):
             "mp_policy": MixedPrecisionPolicy(**self._policy, cast_forward_inputs=self._cast_forward_inputs),
             "offload_policy": CPUOffloadPolicy(self.device.type == "cuda") if self.cpu_offload else OffloadPolicy(),
         }
+        if self._elsewhere:
+            options["ignored_params"] = self._elsewhere
         # Inner modules first; the model last, with the other parameters.
         for module in [*reversed([module for module in chosen if module is not model]), model]:
-            fully_shard(module, mesh=self._data_mesh(), **options)
+            fully_shard(module, mesh=self._mesh_of(module), **options)
         sharded: Any = model
         if callable(reduce_all := getattr(sharded, "set_reduce_scatter_unused_params", None)):  # older torch has no such method
             # Otherwise ranks that used different parameters would sum gradients of different parameters without an error.
             reduce_all(True)
+        if self.configure is not None:
+            self.configure(model)
 
     @property
     def _shape(self) -> tuple[int, ...]:
@@ -264,13 +295,13 @@ class FsdpDriver(GroupDriver):
 
         if not stored.shape:
             return stored.read()
-        *_, ranks = self._data_shape
-        rows = chunk_of(stored.shape[0], self.data_rank % ranks, ranks)
+        mesh = self._data_mesh()
+        rows = chunk_of(stored.shape[0], mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1))
         part = stored.read((rows, *(slice(0, size) for size in stored.shape[1:]))).to(self._parameters_on)
         shape = torch.Size(stored.shape)
         strides = torch.empty(shape, device="meta").stride()
         placements = [Shard(0)] if self.replicas == 1 else [Replicate(), Shard(0)]
-        return DTensor.from_local(part, self._data_mesh(), placements, run_check=False, shape=shape, stride=strides)
+        return DTensor.from_local(part, mesh, placements, run_check=False, shape=shape, stride=strides)
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         return model
@@ -295,7 +326,8 @@ class FsdpDriver(GroupDriver):
     def reshard(self, model: nn.Module) -> None:
         from torch.distributed.fsdp import FSDPModule
 
-        for module in () if self.reshard_after_forward else model.modules():
+        # With a number, a module would keep the shards of its forward pass as its parameters.
+        for module in () if self.reshard_after_forward is True else model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
 

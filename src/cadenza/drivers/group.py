@@ -167,7 +167,7 @@ class GroupDriver(Driver):
             self.after_start: Callable[[], object] | None = partial(self._limit, "step")
         self._tree: Tree | None = self._shared("tree", self._new_tree) if self.world_size >= _TREE_FROM else None
         self._of_data: dict[tuple[int, ...], Any] = {}
-        self.to_device: Mover = Mover(self.device)
+        self.to_device: Callable[[Any], Any] = Mover(self.device)
         self._number, self._run = self._count(), 0
         self._failure = Failure(self.rank, self._timeout_s, None if at is None else at.hosted)
         self._failure.enter(0)

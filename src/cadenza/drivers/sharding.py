@@ -15,6 +15,8 @@ from torch.utils import _pytree as pytree
 from cadenza.errors import StateError
 from cadenza.status.encoding import is_built_of_tensors, parts_of_tensor
 
+STAGE = "stage"
+"""The dimension of a mesh over which the weights of a pipeline's stage are sharded. Other ranks hold nothing of them."""
 Region = tuple[slice, ...]
 """A part of a tensor: a range of indices for each dimension."""
 
@@ -36,6 +38,12 @@ def is_sharded(value: object) -> bool:
     return loaded is not None and isinstance(value, loaded.DTensor)
 
 
+def is_elsewhere(tensor: Tensor) -> bool:
+    """Return whether a DTensor belongs to other ranks, such as those of another stage. This rank has an empty part of it."""
+    sharded: Any = tensor
+    return sharded.device_mesh.get_coordinate() is None
+
+
 def local(tensor: Tensor) -> Tensor:
     """Return the shard of this rank, detached, in the same memory; a tensor that is not sharded whole.
 
@@ -52,8 +60,17 @@ def locals_of(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Return the whole tensor, detached. Every rank must call this if the tensor is sharded."""
+    """Return the whole tensor, detached. Every rank must call this if the tensor is sharded.
+
+    Raises:
+        StateError: It belongs to other ranks.
+    """
     detached: Any = tensor.detach()
+    if is_sharded(tensor) and is_elsewhere(tensor):
+        raise StateError(
+            "this rank has no part of a tensor of another stage, so it cannot be gathered here. Use the callback Checkpoint, "
+            "then cadenza.export_weights, which read the parts of all ranks."
+        )
     return detached.full_tensor() if is_sharded(tensor) else detached  # type: ignore[no-any-return]  # torch leaves it untyped
 
 
@@ -66,6 +83,8 @@ def region_of(tensor: Tensor) -> Region:
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     sharded: Any = tensor
+    if is_elsewhere(tensor):
+        return tuple(slice(0, 0) for _ in tensor.shape)
     if any(placement.is_partial() for placement in sharded.placements):
         raise StateError(
             f"a tensor has the layout {sharded.placements}: the ranks hold terms of a sum. Reduce it with full_tensor()."
@@ -88,6 +107,8 @@ class Splits(NamedTuple):
     splits: tuple[Split, ...]
     is_first: bool
     """Whether no rank before this one holds the same part."""
+    origin: int = 0
+    """The first rank with a part."""
 
     @staticmethod
     def of(tensor: Tensor) -> Splits:
@@ -99,11 +120,15 @@ class Splits(NamedTuple):
         sharded: Any = tensor
         mesh, at, region = sharded.device_mesh.mesh, sharded.device_mesh.get_coordinate(), region_of(tensor)
         first = int(mesh.flatten()[0])
+        origin = first if STAGE in (sharded.device_mesh.mesh_dim_names or ()) else 0
         strides = [int(mesh.select(dim, 1).flatten()[0]) - first if size > 1 else 0 for dim, size in enumerate(mesh.shape)]
         # torch applies a split with a stride after the later ones: FSDP splits the parts of tensor parallelism.
         order = sorted(range(mesh.ndim), key=lambda dim: type(sharded.placements[dim]).__name__ == "_StridedShard")
         order = [dim for dim in order if not sharded.placements[dim].is_replicate()]
-        found = [(Split(sharded.placements[dim].dim, mesh.shape[dim], strides[dim]), at[dim]) for dim in order]
+        splits = tuple(Split(sharded.placements[dim].dim, mesh.shape[dim], strides[dim]) for dim in order)
+        if at is None:
+            return Splits(splits, is_first=False, origin=origin)
+        found = [(split, at[dim]) for split, dim in zip(splits, order, strict=True)]
         part, rank = tuple(slice(0, size) for size in tensor.shape), torch.distributed.get_rank()
         for split, number in found:
             part = part_of(part, split, number)
@@ -114,7 +139,7 @@ class Splits(NamedTuple):
                 f"a tensor has the layout {sharded.placements} over a mesh of the shape {tuple(mesh.shape)}, of which rank "
                 f"{rank} has the part {region}; expected {part}. Shard the model with FsdpDriver."
             )
-        return Splits(tuple(split for split, _ in found), rank == sum(split.stride * number for split, number in found))
+        return Splits(splits, rank == origin + sum(split.stride * number for split, number in found), origin)
 
 
 def part_of(part: Region, split: Split, number: int) -> Region:
@@ -216,7 +241,7 @@ def total_norm(tensors: list[Tensor], norm_type: float) -> Tensor:
 
     meshes: dict[Any, list[Tensor]] = {}
     for tensor in tensors:
-        if is_sharded(tensor):
+        if is_sharded(tensor) and not is_elsewhere(tensor):
             meshes.setdefault(tensor.device_mesh, []).append(tensor)  # type: ignore[attr-defined]
     if not meshes:
         raise StateError("expected sharded gradients; got none")
@@ -230,7 +255,7 @@ def total_norm(tensors: list[Tensor], norm_type: float) -> Tensor:
     norms = [norm_of(whole_ones)]
     for mesh, sharded in meshes.items():
         parts = [part for tensor in sharded if _is_first_in_mesh(tensor) and (part := local(tensor)).numel()]
-        norms.append(_over(mesh, norm_of(parts), norm_type))
+        norms.append(norm_over(mesh, norm_of(parts), norm_type))
     together: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
     return together.float()
 
@@ -242,7 +267,7 @@ def _is_first_in_mesh(tensor: Tensor) -> bool:
     return not any(number and placement.is_replicate() for number, placement in zip(at, sharded.placements, strict=True))
 
 
-def _over(mesh: Any, norm: Tensor, norm_type: float) -> Tensor:
+def norm_over(mesh: Any, norm: Tensor, norm_type: float) -> Tensor:
     """Return the norm over all ranks of a mesh."""
     from torch import distributed as dist
 

@@ -1,4 +1,4 @@
-"""Checkpoints of jobs on many machines: folders of torch's distributed checkpoint (DCP), folders behind URLs, SLURM jobs."""
+"""Ranks in many dimensions, by torch's own tools; folders of torch's distributed checkpoint (DCP), and behind URLs; SLURM jobs."""
 
 from typing import TYPE_CHECKING
 
@@ -7,6 +7,9 @@ from cadenza.lazy import contents
 if TYPE_CHECKING:
     from cadenza.parallel.dcp import export_dcp as export_dcp
     from cadenza.parallel.dcp import load_optimizer as load_optimizer
+    from cadenza.parallel.driver import Parallel as Parallel
+    from cadenza.parallel.mesh import Mesh as Mesh
+    from cadenza.parallel.pipeline import Pipeline as Pipeline
 
     __all__: list[str]
 else:

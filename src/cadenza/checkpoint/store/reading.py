@@ -139,8 +139,9 @@ class Folder:
     def _stored(self, kind: str, held: dict[str, dict[str, Tensor]], index: Any, *, lazily: bool) -> dict[str, Any]:
         of_ranks, found = self._table[kind], {}
         for name, entry in index[kind].items():
-            shape, splits = checked_shape(entry["shape"]), splits_of(entry, len(of_ranks))
-            found[name] = Stored(self._files, self._name, kind, name, shape, dtype_of(entry), splits, of_ranks, held)
+            shape, (splits, first) = checked_shape(entry["shape"]), splits_of(entry, len(of_ranks))
+            stored = Stored(self._files, self._name, kind, name, shape, dtype_of(entry), splits, first, of_ranks, held)
+            found[name] = stored
         return dict(found) if lazily else {name: stored.read() for name, stored in found.items()}
 
     def _states(self, first: Any) -> RankStates:

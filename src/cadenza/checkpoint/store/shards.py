@@ -55,6 +55,7 @@ Layout = dict[str, dict[str, dict[str, Any]]]
 
 ``"split"`` is the dimension that is split over all ranks, or over the first ones, of which ``"over"`` is the number; None if
 the first rank has the whole tensor; or a list of several splits, each ``[dimension, ranks, stride]``: see `drivers.sharding`.
+``"first"`` is the first of these ranks, if it is not 0.
 """
 
 
@@ -94,8 +95,8 @@ def files_by_rank(content: Any, ranks: int) -> dict[str, list[Facts | None]]:
     return found
 
 
-def splits_of(entry: Mapping[str, Any], ranks: int) -> tuple[Split, ...]:
-    """Return how the parts of a tensor are split over the ranks, from its entry in the layout.
+def splits_of(entry: Mapping[str, Any], ranks: int) -> tuple[tuple[Split, ...], int]:
+    """Return how the parts of a tensor are split over the ranks, and the first of these, from its entry in the layout.
 
     Raises:
         ValueError, LookupError, TypeError: It is not of the kind that a save writes.
@@ -109,13 +110,18 @@ def splits_of(entry: Mapping[str, Any], ranks: int) -> tuple[Split, ...]:
             raise ValueError(f"a tensor of the shape {shape} is split along {split.dim!r}")
         if split.ranks < 1 or split.stride < (split.ranks > 1):
             raise ValueError(f"a tensor is split over {split.ranks!r} of {counted(ranks, 'rank')}")
-    if sum((split.ranks - 1) * split.stride for split in splits) >= ranks:
-        raise ValueError(f"a tensor is split over {[*map(tuple, splits)]}, and there are {counted(ranks, 'rank')}")
-    return splits
+    first = entry.get("first", 0)
+    if type(first) is not int or first < 0 or first + sum((split.ranks - 1) * split.stride for split in splits) >= ranks:
+        raise ValueError(
+            f"a tensor is split over {[*map(tuple, splits)]} from rank {first!r} on, and there are {counted(ranks, 'rank')}"
+        )
+    return splits, first
 
 
-def split_entry(splits: Sequence[Split], ranks: int) -> dict[str, Any]:
+def split_entry(splits: Sequence[Split], ranks: int, origin: int = 0) -> dict[str, Any]:
     """Return what the layout says of the splits of a tensor, in the shortest form."""
+    if origin:
+        return {"split": [list(split) for split in splits], "first": origin}
     if not splits:
         return {"split": None}
     if len(splits) == 1 and splits[0].stride == 1:
@@ -160,10 +166,10 @@ class Shard:
                 "optimizer with plain states."
             )
         offsets = tuple(cut.start for cut in region_of(tensor))
-        splits, is_first = Splits.of(tensor)
+        splits, is_first, origin = Splits.of(tensor)
         if not is_first:
             part = part.new_empty(0)  # not copied: another rank has the same, and writes it
-        return Shard(copy(part), tuple(tensor.shape), offsets, split_entry(splits, dist.get_world_size()))
+        return Shard(copy(part), tuple(tensor.shape), offsets, split_entry(splits, dist.get_world_size(), origin))
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +187,8 @@ class Stored:
     dtype: torch.dtype
     splits: tuple[Split, ...]
     """Each splits the parts of those before; none: the first rank has the whole tensor."""
+    first: int
+    """The first rank with a part."""
     of_ranks: Sequence[Facts | None]
     """By rank, the facts of its file; None if it has none."""
     held: dict[str, dict[str, Tensor]] = field(default_factory=dict, compare=False, repr=False)
@@ -215,7 +223,7 @@ class Stored:
         """Return the parts that overlap with a region. An invented shape must not ask for any amount of memory."""
         whole: Region = tuple(slice(0, size) for size in self.shape)
         found = []
-        for rank, part in self._parts(0, whole, wanted, self.splits):
+        for rank, part in self._parts(self.first, whole, wanted, self.splits):
             facts, sizes = self.of_ranks[rank], tuple(cut.stop - cut.start for cut in part)
             path = f"{self.folder}/{part_file(self.kind, rank, len(self.of_ranks))}"
             chunk = Chunk(path, tuple(cut.start for cut in part), sizes)
