@@ -1,4 +1,4 @@
-"""Checkpoints of other trainers of many ranks: folders of torch's distributed checkpoint (DCP)."""
+"""Many ranks: folders of torch's distributed checkpoint (DCP), and replica groups by torchft."""
 
 from typing import TYPE_CHECKING
 
@@ -7,6 +7,7 @@ from cadenza.lazy import contents
 if TYPE_CHECKING:
     from cadenza.parallel.dcp import export_dcp as export_dcp
     from cadenza.parallel.dcp import load_optimizer as load_optimizer
+    from cadenza.parallel.replica_groups import ReplicaGroups as ReplicaGroups
 
     __all__: list[str]
 else:
