@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,7 +27,7 @@ from cadenza.parallel import ReplicaGroups
 from tests.forked import Forked, start
 from tests.waiting import until
 
-SAMPLES = 240
+SAMPLES = 120
 
 
 class Recorded(Callback):
@@ -49,13 +49,17 @@ class Recorded(Callback):
         if (last := self.folder / "last epoch").exists():
             run.progress.limit_epochs(int(last.read_text()))
 
+    def on_before_backward(self, run: Run, outputs: Any) -> None:
+        mark = self.folder / f"kill {self.name_of_group}"
+        if mark.exists():  # its gradients are missing, and the others wait for them
+            mark.unlink()
+            os.kill(os.getpid(), signal.SIGKILL)
+
     def on_batch_end(self, run: Run, batch: Any, outputs: Any) -> None:
         self.write(step=run.progress.step + 1, epoch=run.progress.epoch, samples=batch[1].flatten().int().tolist())
 
     def on_step_end(self, run: Run) -> None:
         self.write(step=run.progress.step, updated=session_of(run).step.updated)
-        if (hold := self.folder / "hold").exists():
-            until(lambda: not hold.exists())
 
     def on_eval_end(self, run: Run, evaluation: Any) -> None:
         self.write(step=run.progress.step, evaluated=float(evaluation.results["eval/loss"]))
@@ -85,7 +89,7 @@ def train(folder: Path, name: str, lighthouse: str, epochs: int, accumulate: int
     writes = name == "group0"
     rank = os.environ["RANK"]
     recorded = Recorded(folder, name if rank == "0" else f"{name}.rank{rank}")
-    averaged = [Ema(0.9), Evaluate(data(shuffle=False), every="20 steps", name="eval"), ClipGradients(1.0)]
+    averaged = [Ema(0.9), Evaluate(data(shuffle=False), every="10 steps", name="eval"), ClipGradients(1.0)]
     Trainer(
         model(),
         lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
@@ -97,7 +101,7 @@ def train(folder: Path, name: str, lighthouse: str, epochs: int, accumulate: int
         device="cpu",
         driver="ddp",
         directory=folder / "run" if writes else None,
-        callbacks=[ReplicaGroups(lighthouse=lighthouse, timeout_s=20), recorded, *averaged]
+        callbacks=[ReplicaGroups(2, lighthouse=lighthouse, timeout_s=20), recorded, *averaged]
         + ([Checkpoint("10 steps", keep_last=2)] if writes else []),
     ).fit(resume="auto" if writes else False)
 
@@ -148,22 +152,39 @@ class Job:
         """Kill a process of a group. torchrun starts its processes again."""
         os.kill(int((self.folder / f"{name}.pid").read_text()), signal.SIGKILL)
 
+    def kill_inside_a_step(self, name: str) -> None:
+        """Have a group be killed before its gradients are complete, and wait for it."""
+        mark = self.folder / f"kill {name}"
+        mark.touch()
+        self._until(lambda: not mark.exists())
+
+    def lost(self, name: str) -> int:
+        """Return how many steps a group has lost."""
+        return sum(row.get("updated") is False for row in self.rows(name))
+
     def until_all_train(self) -> None:
         """Wait until all groups have completed a step that none had completed before."""
         before = max(self.steps(name) for name in self.groups)
+        self._until(lambda: min(self.steps(name) for name in self.groups) > before)
+
+    def _until(self, holds: Callable[[], bool]) -> None:
         failed = self.folder / "failed"
-        until(lambda: min(self.steps(name) for name in self.groups) > before or failed.exists())
+        until(lambda: holds() or failed.exists())
         assert not failed.exists(), failed.read_text()
 
     def finish(self) -> list[dict[str, Any]]:
         """Have the job end in a few epochs; return what the groups recorded at their end."""
         epoch = max(row["epoch"] for name in self.groups for row in self.rows(name) if "samples" in row)
         partial = self.folder / "last epoch.new"
-        partial.write_text(str(epoch + 4))
+        partial.write_text(str(epoch + 3))
         partial.rename(self.folder / "last epoch")
-        for group in self.groups.values():
-            assert group.ended() == 0, group.said()
-        return [self.rows(name)[-1] for name in self.groups]
+        return [self.end_of(name) for name in self.groups]
+
+    def end_of(self, name: str) -> dict[str, Any]:
+        """Wait for the end of a group, and return what it has recorded there."""
+        group = self.groups[name]
+        assert group.ended() == 0, group.said()
+        return self.rows(name)[-1]
 
     def uses(self) -> tuple[Counter[tuple[int, int]], Counter[tuple[int, int]]]:
         """Return, by epoch and sample, in how many updates it was, and how often its loss was computed."""
@@ -179,18 +200,43 @@ class Job:
         return applied, computed
 
 
+def resumed_alone(folder: Path) -> dict[str, list[float]]:
+    """Return the weights of a plain run that continues the job in one process: it is over."""
+    one = Trainer(
+        model(),
+        lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
+        data(shuffle=True),
+        supervised(nn.MSELoss()),
+        max_epochs=1,
+        seed=1,
+        device="cpu",
+        directory=folder / "run",
+        callbacks=[Checkpoint("10 steps", keep_last=2)],
+    ).fit(resume="auto")
+    return {name: tensor.flatten().tolist() for name, tensor in one.model.state_dict().items()}
+
+
 @contextmanager
-def job(folder: Path, *, min_groups: int = 1) -> Iterator[Job]:
-    """Start a lighthouse; end the groups that are left, and it."""
+def job(folder: Path) -> Iterator[Job]:
+    """Start a lighthouse; at the end, end the groups that are left, and it."""
+    with lighthouse() as address:
+        made = Job(folder, address)
+        try:
+            yield made
+        finally:
+            for group in made.groups.values():
+                if group.process.is_alive():
+                    os.killpg(group.pid, signal.SIGTERM)
+                    group.process.join()
+
+
+@contextmanager
+def lighthouse() -> Iterator[str]:
+    """Start a lighthouse, and return its address."""
     from torchft.coordination import LighthouseServer
 
-    server = LighthouseServer("127.0.0.1:0", min_groups, join_timeout_ms=5000, quorum_tick_ms=20, heartbeat_timeout_ms=1000)
-    made = Job(folder, server.address())
+    server = LighthouseServer("127.0.0.1:0", 1, join_timeout_ms=5000, quorum_tick_ms=20, heartbeat_timeout_ms=1000)
     try:
-        yield made
+        yield server.address()
     finally:
-        for group in made.groups.values():
-            if group.process.is_alive():
-                os.killpg(group.pid, signal.SIGTERM)
-                group.process.join()
         server.shutdown()

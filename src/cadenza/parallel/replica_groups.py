@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from datetime import timedelta
@@ -127,8 +128,8 @@ class ReplicaGroups(Callback):
             raise ValueError(f"ReplicaGroups does not work with {what}: use fit() with a whole model in float32 or bf16")
         if (self.lighthouse or os.environ.get(LIGHTHOUSE)) is None:
             raise ValueError(
-                f"ReplicaGroups needs the address of a lighthouse: start torchft_lighthouse --min_replicas 1, and set {LIGHTHOUSE} "
-                "or lighthouse= to its address, such as http://host:29510"
+                f"ReplicaGroups needs the address of a lighthouse: start torchft_lighthouse --min_replicas 1, and set "
+                f"{LIGHTHOUSE} or lighthouse= to its address, such as http://host:29510"
             )
 
     def on_fit_start(self, run: Run) -> None:
@@ -192,8 +193,8 @@ class ReplicaGroups(Callback):
             self._lost = not self._manager.should_commit()
         except Exception as error:  # torchft has a class for each cause
             raise DistributedError(
-                f"the vote of the replica groups on step {run.progress.step + 1} failed: {error}. The last error in this group: "
-                f"{self._error()}. Look at the other groups and the lighthouse"
+                f"the vote of the replica groups on step {run.progress.step + 1} failed: {error}. The last error in this "
+                f"group: {self._error()}. Look at the other groups and the lighthouse"
             ) from error
         if self._lost:
             for parameter in parameters_of(session.optimizers):
@@ -219,11 +220,7 @@ class ReplicaGroups(Callback):
 
     def _error(self) -> str:
         error = self._manager.errored()
-        return (
-            str(error.original_exception).partition("\n")[0]
-            if error
-            else f"another group failed, or {self.at_least} are needed"
-        )
+        return str(error.original_exception).partition("\n")[0] if error else "another group failed"
 
     def on_epoch_end(self, run: Run) -> None:
         """Wait for the others at the end of the run: one of them may have lost the last step."""
@@ -273,15 +270,24 @@ class ReplicaGroups(Callback):
         # Behind is a group with fewer common updates or, after a lost step, with fewer steps.
         position = self._commits << 32 | run.progress.step
         self._manager.load_state_dict({"step": position, "batches_committed": 0})
+        end = time.monotonic() + self.timeout_s
         try:
             self._manager.start_quorum(shrink_only=shrink_only)
-        except Exception as error:
-            raise DistributedError(
-                f"no quorum of {counted(self.at_least, 'group')} within {self.timeout_s:g} s: {error}. Look at the lighthouse, "
-                "and start the missing groups"
-            ) from error
+            while not shrink_only and self._manager.num_participants() < self.at_least and time.monotonic() < end:
+                time.sleep(0.05)
+                self._manager.start_quorum()
+        except Exception as error:  # torchft has a class for each cause
+            raise DistributedError(self._alone(str(error))) from error
+        if not shrink_only and (there := self._manager.num_participants()) < self.at_least:
+            raise DistributedError(self._alone(f"there {'is' if there == 1 else 'are'} {there}"))
         if self._arrived is not None:
             self._restore(run, decode(self._arrived["plain"], self._arrived["tensors"]))
+
+    def _alone(self, why: str) -> str:
+        return (
+            f"no quorum of {counted(self.at_least, 'replica group')} within {self.timeout_s:g} s: {why}. Look at the "
+            "lighthouse, and start the missing groups"
+        )
 
     def _restore(self, run: Run, arrived: Mapping[str, Any]) -> None:
         session, before = session_of(run), run.progress.step
