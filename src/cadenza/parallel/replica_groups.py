@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from datetime import timedelta
 from importlib.util import find_spec
@@ -165,6 +165,7 @@ class ReplicaGroups(Callback):
                 store_port=port,
                 lighthouse_addr=self.lighthouse,
                 hostname=host,
+                init_sync=False,  # it would give the ranks of a group the weights of different groups
                 max_retries=_MOST_LOST,
             )
         except Exception as error:
@@ -185,6 +186,8 @@ class ReplicaGroups(Callback):
                 self._tell(run, members)
             self._members = members
             self._open(run)
+        if not self._commits:  # each group has drawn its own weights
+            self._take_from_first([*parameters_of(run.optimizers), *run.model.parameters(), *run.model.buffers()])
 
     def on_before_optimizer_step(self, run: Run) -> None:
         session = session_of(run)
@@ -319,7 +322,7 @@ class ReplicaGroups(Callback):
 
         A parameter that has no gradient in any group keeps None.
         """
-        weight, first = float(session.step.window.total), self._members is not None and self._members[0] == 0
+        weight = float(session.step.window.total)
         parameters = list(dict.fromkeys(parameters_of(session.optimizers)))
         device = session.driver.device
         there = torch.tensor([weight, *(parameter.grad is not None for parameter in parameters)], device=device)
@@ -327,17 +330,24 @@ class ReplicaGroups(Callback):
         for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             gradients.append(parameter.grad)
-        buffers = [buffer for buffer in session.module.buffers() if buffer.dtype is not torch.bool]
-        shared = [buffer.clone() if first else torch.zeros_like(buffer) for buffer in buffers]
         if weight != 1:
             torch._foreach_mul_(gradients, weight)
-        exchange_flat([*gradients, *shared, there], self._sum)
+        exchange_flat([*gradients, there], self._sum)
         total, *holders = there.tolist()
         torch._foreach_div_(gradients, total or 1.0)
         for parameter, count in zip(parameters, holders, strict=True):
             parameter.grad = parameter.grad if count else None
-        if self._manager.errored() is None and shared:
-            torch._foreach_copy_(buffers, shared)
+        self._take_from_first(session.module.buffers())
+
+    def _take_from_first(self, tensors: Iterable[Tensor]) -> None:
+        """Copy the values of the first group into tensors, unless there is an error."""
+        held = [tensor.detach() for tensor in tensors if tensor.dtype is not torch.bool]
+        first = self._members is not None and self._members[0] == 0
+        shared = [tensor.clone() if first else torch.zeros_like(tensor) for tensor in held]
+        exchange_flat(shared, self._sum)
+        if self._manager.errored() is None:
+            for tensor, value in zip(held, shared, strict=True):
+                tensor.copy_(value)
 
     def _sum(self, flat: Tensor) -> None:
         self._manager.allreduce(flat, reduce_op=dist.ReduceOp.SUM).wait()
