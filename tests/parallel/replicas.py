@@ -65,7 +65,8 @@ class Recorded(Callback):
         self.write(step=run.progress.step, evaluated=float(evaluation.results["eval/loss"]))
 
     def on_exception(self, run: Run, error: BaseException) -> None:
-        (self.folder / "failed").write_text(f"{self.name_of_group}: {error!r}")
+        if run.driver.world_size == 1:  # else it may be that of a killed process of its group
+            (self.folder / "failed").write_text(f"{self.name_of_group}: {error!r}")
 
     def on_fit_end(self, run: Run) -> None:
         weights = {name: tensor.flatten().tolist() for name, tensor in run.model.state_dict().items()}
@@ -101,7 +102,7 @@ def train(folder: Path, name: str, lighthouse: str, epochs: int, accumulate: int
         device="cpu",
         driver="ddp",
         directory=folder / "run" if writes else None,
-        callbacks=[ReplicaGroups(2, lighthouse=lighthouse, timeout_s=20), recorded, *averaged]
+        callbacks=[ReplicaGroups(2, lighthouse=lighthouse, timeout_s=10, quorum_timeout_s=120), recorded, *averaged]
         + ([Checkpoint("10 steps", keep_last=2)] if writes else []),
     ).fit(resume="auto" if writes else False)
 

@@ -19,8 +19,6 @@ from cadenza.testing import tiny_run, tiny_trainer
 from tests.parallel import replicas
 from tests.parallel.replicas import SAMPLES, Job, job, resumed_alone
 
-pytestmark = pytest.mark.filterwarnings("ignore:The 'warn' method is deprecated")  # which torchft calls
-
 NAMES = ("group0", "group1", "group2")
 
 
@@ -99,7 +97,7 @@ def test_one_group_alone_trains_as_a_run_without_groups(lighthouse: str) -> None
 
 
 def test_fewer_groups_than_needed_are_an_error_that_says_what_to_do(lighthouse: str) -> None:
-    trainer = tiny_trainer(callbacks=[ReplicaGroups(2, lighthouse=lighthouse, timeout_s=1)])
+    trainer = tiny_trainer(callbacks=[ReplicaGroups(2, lighthouse=lighthouse, quorum_timeout_s=1)])
     with pytest.raises(DistributedError, match="no quorum of 2 replica groups within 1 s: there is 1"):
         trainer.fit()
 

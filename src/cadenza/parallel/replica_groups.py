@@ -66,7 +66,8 @@ class ReplicaGroups(Callback):
         at_least: The number of groups below which no step is taken.
         lighthouse: The address of the lighthouse, such as ``"http://host:29510"``. None: that of ``TORCHFT_LIGHTHOUSE``.
         host: The name or address under which other groups reach this machine. None: its host name.
-        timeout_s: Seconds to wait for other groups, in each exchange. It must be longer than an evaluation or a save.
+        timeout_s: Seconds to wait for other groups inside of a step. A killed group may cost the others so much time.
+        quorum_timeout_s: Seconds to wait for them before a step. It must be longer than an evaluation or a save.
 
     Raises:
         MissingExtraError: The package torchft is not installed.
@@ -85,15 +86,23 @@ class ReplicaGroups(Callback):
     before: Relation = (Phase.CLIP, Phase.SCHEDULE, Phase.EVALUATE, Phase.SAVE)
 
     def __init__(
-        self, at_least: int = 1, *, lighthouse: str | None = None, host: str | None = None, timeout_s: float = 600.0
+        self,
+        at_least: int = 1,
+        *,
+        lighthouse: str | None = None,
+        host: str | None = None,
+        timeout_s: float = 60.0,
+        quorum_timeout_s: float = 600.0,
     ) -> None:
         check_above_zero("timeout_s", timeout_s, "seconds")
+        check_above_zero("quorum_timeout_s", quorum_timeout_s, "seconds")
         if find_spec("torchft") is None:
             raise MissingExtraError("torchft", needed_by="ReplicaGroups", extra="torchft")
         self.at_least: int = whole_number(1, "at_least", at_least)
         self.lighthouse: str | None = lighthouse
         self.host: str | None = host
         self.timeout_s: float = timeout_s
+        self.quorum_timeout_s: float = quorum_timeout_s
         self._commits = 0  # updates on which the groups have agreed
         self._reset()
 
@@ -157,7 +166,7 @@ class ReplicaGroups(Callback):
                 self.at_least,
                 use_async_quorum=False,
                 timeout=limit,
-                quorum_timeout=limit,
+                quorum_timeout=timedelta(seconds=self.quorum_timeout_s),
                 connect_timeout=limit,
                 rank=driver.rank,
                 world_size=driver.world_size,
@@ -273,7 +282,7 @@ class ReplicaGroups(Callback):
         # Behind is a group with fewer common updates or, after a lost step, with fewer steps.
         position = self._commits << 32 | run.progress.step
         self._manager.load_state_dict({"step": position, "batches_committed": 0})
-        end = time.monotonic() + self.timeout_s
+        end = time.monotonic() + self.quorum_timeout_s
         try:
             self._manager.start_quorum(shrink_only=shrink_only)
             while not shrink_only and self._manager.num_participants() < self.at_least and time.monotonic() < end:
@@ -288,7 +297,7 @@ class ReplicaGroups(Callback):
 
     def _alone(self, why: str) -> str:
         return (
-            f"no quorum of {counted(self.at_least, 'replica group')} within {self.timeout_s:g} s: {why}. Look at the "
+            f"no quorum of {counted(self.at_least, 'replica group')} within {self.quorum_timeout_s:g} s: {why}. Look at the "
             "lighthouse, and start the missing groups"
         )
 
