@@ -13,6 +13,7 @@ import torch
 
 pytest.importorskip("torchft", reason="torchft is not installed: pip install 'cadenza[torchft]'")
 
+from cadenza import Callback, Run, on
 from cadenza.errors import DistributedError
 from cadenza.parallel import ReplicaGroups
 from cadenza.testing import tiny_run, tiny_trainer
@@ -93,6 +94,28 @@ def test_one_group_alone_trains_as_a_run_without_groups(lighthouse: str) -> None
     plain = tiny_run(seed=1, batches=5, epochs=2, device="cpu")
     run = tiny_run(seed=1, batches=5, epochs=2, device="cpu", callbacks=[ReplicaGroups(lighthouse=lighthouse)])
     assert run.progress.now() == plain.progress.now()
+    assert all(map(torch.equal, run.model.parameters(), plain.model.parameters()))
+
+
+@pytest.mark.parametrize("lost", [1, 3], ids=["the first", "the last and shorter one of the epoch"])
+def test_a_lost_step_updates_nothing_and_its_batches_are_read_again(lighthouse: str, lost: int) -> None:
+    groups, read = ReplicaGroups(lighthouse=lighthouse), list[tuple[int, float]]()
+
+    @on(Callback.on_batch_start)
+    def note(run: Run, batch: Any) -> None:
+        read.append((run.progress.step + 1, float(batch[0].sum())))
+
+    @on(Callback.on_after_backward)
+    def fail(run: Run, outputs: Any) -> None:
+        if run.progress.step + 1 == lost:
+            groups._manager.report_error(RuntimeError("on purpose"))
+
+    run = tiny_run(batches=5, accumulate=2, seed=1, device="cpu", callbacks=[groups, note, fail])
+    plain = tiny_run(batches=5, accumulate=2, seed=1, device="cpu")
+    assert [decision.why for decision in run.decisions if decision.what == "step lost"] == ["on purpose"]
+    assert (run.progress.epoch, run.progress.step, plain.progress.step) == (1, 4, 3)
+    again = [batch for step, batch in read if step == lost]
+    assert again == [batch for step, batch in read if step == lost + 1]
     assert all(map(torch.equal, run.model.parameters(), plain.model.parameters()))
 
 

@@ -113,18 +113,13 @@ def take(session: Session, reason: str, fixed: Mapping[str, Any] | None = None) 
     """
     if not session.metrics.buffer.idle:
         session.metrics.deliver(session.run, wait=True)  # a record with numbers that are still on the device would be lost
-    tensors, state, own = collected(session, fixed)
-    together, main = session.driver.world_size == 1 or session.sync.together, session.driver.is_main
-    exact = session.cursor.at_boundary and together and not session.restored.pending
-    snapshot = Snapshot(reason, tensors, state, {}, exact, own if together and not main else None, main)
+    snapshot = collected(session, reason, fixed)
     session.hooks.on_save(session.run, snapshot)
     return snapshot
 
 
-def collected(
-    session: Session, fixed: Mapping[str, Any] | None = None
-) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, Any]]:
-    """Return the weights of a run, its state, and the part of the state that only this rank has. Nothing is copied."""
+def collected(session: Session, reason: str, fixed: Mapping[str, Any] | None = None) -> Snapshot:
+    """Collect the state without a copy. No hook is called, and no number is waited for."""
     weights, config = state_of(session.module), config_of(session)
     tensors = {name: value for name, value in weights.items() if isinstance(value, Tensor)}
     extra = {name: value for name, value in weights.items() if name not in tensors}
@@ -137,7 +132,9 @@ def collected(
         if saved is not None or not part.optional:
             state[part.name] = saved
             own |= {part.name: saved} if part.each_rank else {}
-    return tensors, state, own
+    together, main = session.driver.world_size == 1 or session.sync.together, session.driver.is_main
+    exact = session.cursor.at_boundary and together and not session.restored.pending
+    return Snapshot(reason, tensors, state, {}, exact, own if together and not main else None, main)
 
 
 _SHOWN = 20  # names in a decision

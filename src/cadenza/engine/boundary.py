@@ -14,11 +14,10 @@ from typing import Any
 from cadenza.engine.session import Loops, Session
 from cadenza.engine.start_checks import warn_of_new_doubts
 from cadenza.hooks.dispatch import Closer
-from cadenza.loading import Consumed, resumable
+from cadenza.loading import Consumed, Shard, resumable
 from cadenza.loading.batch_log import Point, Segment, described
 from cadenza.loading.mixture import set_source
 from cadenza.loading.resumable_base import changed
-from cadenza.loading.shards import Shard
 from cadenza.records.history import write_again
 from cadenza.status.decisions import Outcome
 from cadenza.status.formats import counted

@@ -225,7 +225,7 @@ class ReplicaGroups(Callback):
         self._quorum = False
         if not self._lost:
             return
-        self._lost, self._stale = False, True
+        self._lost, self._stale, session.cursor.exhausted = False, True, False  # the epoch has these batches still
         seen, done = session.step.last_window.seen, run.progress.batch_in_epoch
         self._past, self._opened = (*self._rounds_at(done - seen, run), (0, seen)), done
         session.decide("step lost", self._error(), data={"step": run.progress.step})
@@ -268,9 +268,9 @@ class ReplicaGroups(Callback):
 
     def _state_of(self, session: Session) -> dict[str, Any]:
         """Return the state for a group that is behind. torchft calls it in its thread, while this group waits in `_agree`."""
-        weights, state, _ = collected(session)
-        self._describe(session, state)
-        plain, tensors = encode({"model": weights, "state": {**state, "extra": {}}})
+        present = collected(session, "another replica group is behind")
+        self._describe(session, present.state)
+        plain, tensors = encode({"model": present.model, "state": {**present.state, "extra": {}}})
         return {"plain": plain, "tensors": tensors}
 
     def _receive(self, state: Mapping[str, Any]) -> None:
