@@ -39,7 +39,7 @@ drivers       2279     15       5
 optim         1319     11       6
 sinks         1200     10       7
 engine        5561     22      10
-checkpoint    3987     16      10
+checkpoint    3990     16      10
 callbacks     3163     31      15
 loops         1068      5      12
 testing        946      6      14
@@ -47,7 +47,7 @@ commands       687      8      11
 report        2502     24       8
 steering      1828     16      10
 timetravel    2995     18      21
-parallel       376      3       7
+parallel       682      4      11
 compat       24706    317      18
 trackers      1587     11      10
 """
