@@ -19,10 +19,10 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
 from cadenza import Callback, Run, Trainer, on, supervised
 from cadenza.drivers import DdpDriver, SingleDriver
+from cadenza.loading import TensorBatches
 from cadenza.parallel import ReplicaGroups
 from cadenza.testing import launch
 
@@ -41,11 +41,11 @@ def step_s(widths: tuple[int, ...], groups: int, lighthouse: str | None, steps: 
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(before, after), nn.ReLU()) for before, after in pairwise(widths)]
     samples = 16 * steps * groups
-    data = TensorDataset(torch.randn(256, widths[0]).repeat(-(-samples // 256), 1)[:samples], torch.randn(samples, widths[-1]))
+    data = (torch.randn(256, widths[0]).repeat(-(-samples // 256), 1)[:samples], torch.randn(samples, widths[-1]))
     Trainer(
         nn.Sequential(*layers),
         lambda parameters: torch.optim.SGD(parameters, lr=1e-3),
-        DataLoader(data, batch_size=16),
+        TensorBatches(*data, batch_size=16),
         supervised(nn.MSELoss()),
         max_steps=steps,
         progress=False,
@@ -66,7 +66,9 @@ def main() -> None:
     options = parser.parse_args()
     address = f"127.0.0.1:{options.port}"
     command = [Path(sys.executable).with_name("torchft_lighthouse"), "--bind", address, "--min_replicas", str(options.groups)]
-    server = subprocess.Popen([*command, "--quorum_tick_ms", "10"])  # forks of a process with its threads would crash
+    server = subprocess.Popen(
+        [*command, "--quorum_tick_ms", "10", "--heartbeat_timeout_ms", "1000"]
+    )  # forks of a process with its threads would crash
 
     def measure() -> dict[str, list[tuple[float, float]]]:
         logging.getLogger("torchft").setLevel(logging.CRITICAL)

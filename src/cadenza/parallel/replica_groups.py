@@ -196,7 +196,8 @@ class ReplicaGroups(Callback):
             self._members = members
             self._open(run)
         if not self._commits:  # each group has drawn its own weights
-            self._take_from_first([*parameters_of(run.optimizers), *run.model.parameters(), *run.model.buffers()])
+            drawn = [*parameters_of(run.optimizers), *run.model.parameters(), *run.model.buffers()]
+            self._take_from_first(dict.fromkeys(drawn))
 
     def on_before_optimizer_step(self, run: Run) -> None:
         session = session_of(run)
@@ -239,7 +240,7 @@ class ReplicaGroups(Callback):
         self._quorum = False
         while run.progress.finished and self._manager is not None:
             self._agree(run, shrink_only=True)
-            self._manager.allreduce(torch.zeros(1), reduce_op=dist.ReduceOp.SUM).wait()
+            self._manager.allreduce(torch.zeros(1, device=run.driver.device), reduce_op=dist.ReduceOp.SUM).wait()
             if self._manager.should_commit():
                 return
 
