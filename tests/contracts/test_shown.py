@@ -34,7 +34,7 @@ from tests.callbacks.shipped import CALLBACKS, SINKS, made
 PACKAGES = ["callbacks", "drivers", "hooks", "loading", "parallel", "records", "sinks", "testing", "timetravel"]
 TABLES = {"Calendar", "Plan", "Timings"}  # their repr is the table that print shows
 NO_OBJECT = {"Callback", "HoldsWeights", "Driver", "Sink", "Phase", "Schedule", "Hooks"}  # bases and tables, shown below
-OF_SEVERAL_PROCESSES = {"DdpDriver", "FsdpDriver"}
+OF_SEVERAL_PROCESSES = {"DdpDriver", "FsdpDriver", "ReplicaGroups"}
 
 
 class Fragile(Callback):

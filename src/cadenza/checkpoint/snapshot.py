@@ -113,6 +113,13 @@ def take(session: Session, reason: str, fixed: Mapping[str, Any] | None = None) 
     """
     if not session.metrics.buffer.idle:
         session.metrics.deliver(session.run, wait=True)  # a record with numbers that are still on the device would be lost
+    snapshot = collected(session, reason, fixed)
+    session.hooks.on_save(session.run, snapshot)
+    return snapshot
+
+
+def collected(session: Session, reason: str, fixed: Mapping[str, Any] | None = None) -> Snapshot:
+    """Collect the state without a copy. No hook is called, and no number is waited for."""
     weights = state_of(session.module)
     config = config_of(session, weights)
     tensors = {name: value for name, value in weights.items() if isinstance(value, Tensor)}
@@ -128,9 +135,7 @@ def take(session: Session, reason: str, fixed: Mapping[str, Any] | None = None) 
             own |= {part.name: saved} if part.each_rank else {}
     together, main = session.driver.world_size == 1 or session.sync.together, session.driver.is_main
     exact = session.cursor.at_boundary and together and not session.restored.pending
-    snapshot = Snapshot(reason, tensors, state, {}, exact, own if together and not main else None, main)
-    session.hooks.on_save(session.run, snapshot)
-    return snapshot
+    return Snapshot(reason, tensors, state, {}, exact, own if together and not main else None, main)
 
 
 _SHOWN = 20  # names in a decision

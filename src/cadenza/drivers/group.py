@@ -323,7 +323,7 @@ class GroupDriver(Driver):
             elif layout >= sparse and gradient is not None:
                 parameter.grad = gradient = gradient if gradient.is_sparse else gradient.to_sparse(1)
                 self._average(gradient)
-        _exchange_flat(dense, self._average)
+        exchange_flat(dense, self._average)
         return sums[: len(also)].tolist()
 
     def _average(self, tensor: Tensor) -> None:
@@ -334,7 +334,7 @@ class GroupDriver(Driver):
         self.share_tensors(self.unwrap(model).buffers())
 
     def share_tensors(self, tensors: Iterable[Tensor]) -> None:
-        _exchange_flat(tensors, lambda flat: dist.broadcast(flat, src=0, group=self._hosts if flat.is_cpu else None))
+        exchange_flat(tensors, lambda flat: dist.broadcast(flat, src=0, group=self._hosts if flat.is_cpu else None))
 
     @contextmanager
     def watched(
@@ -402,7 +402,7 @@ class GroupDriver(Driver):
         return f"{type(self).__name__}({str(self.device)!r}, rank {self.rank} of {self.world_size})"
 
 
-def _exchange_flat(tensors: Iterable[Tensor], exchange: Callable[[Tensor], object]) -> None:
+def exchange_flat(tensors: Iterable[Tensor], exchange: Callable[[Tensor], object]) -> None:
     """Call `exchange` with tensors of one dtype and device as one vector, at most 64 MiB at a time; copy the result back.
 
     Larger tensors are exchanged alone.

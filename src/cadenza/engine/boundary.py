@@ -14,7 +14,7 @@ from typing import Any
 from cadenza.engine.session import Loops, Session
 from cadenza.engine.start_checks import warn_of_new_doubts
 from cadenza.hooks.dispatch import Closer
-from cadenza.loading import Consumed, resumable
+from cadenza.loading import Consumed, Shard, resumable
 from cadenza.loading.batch_log import Point, Segment, described
 from cadenza.loading.resumable_base import changed, set_source
 from cadenza.records.history import write_again
@@ -119,11 +119,14 @@ def close(session: Session) -> None:
 # -- the training data -----------------------------------------------------------------------------
 
 
-def open_loader(session: Session, past: Consumed = ()) -> None:
-    """Give the training loader a position; `past` is what other ranks did of the current epoch."""
+def open_loader(session: Session, past: Consumed = (), shard: Shard | None = None) -> None:
+    """Give the training loader a position; `past` is what other ranks did of the current epoch.
+
+    `shard` is what this rank reads; None: its shard of all data.
+    """
     set_source(None)
     driver, cursor = session.driver, session.cursor
-    shard, pin = driver.data_shard().resumed(past), driver.device.type == "cuda"
+    shard, pin = (shard or driver.data_shard()).resumed(past), driver.device.type == "cuda"
     options: dict[str, Any] = {"replay": cursor.replay, "shard": shard, "pin": pin, "permuted": cursor.permuted}
     cursor.source = changed(resumable(session.loader, session.data_seed, **options), cursor.change)
 
@@ -141,7 +144,7 @@ def begin(session: Session) -> None:
     driver, cursor = session.driver, session.cursor
     dealt, consumed = driver.data_shard().share_data, cursor.source.shard.consumed
     loader = described(session.loader, driver.data_shard().rank)
-    segment = Segment(session.data_seed, cursor.permuted, driver.data_world_size, dealt, consumed, loader)
+    segment = Segment(session.data_seed, cursor.permuted, cursor.source.shard.world_size, dealt, consumed, loader)
     cursor.course.go_on(segment, _point(session))
     named = {"name": type(session.loader).__name__, **loader}
     named.pop("why", None)  # why its samples cannot be named

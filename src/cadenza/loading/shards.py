@@ -24,7 +24,10 @@ def _alone(flag: bool) -> Callable[[], int]:
 
 
 Consumed = tuple[tuple[int, int], ...]
-"""The consumed part of an epoch, in order: pairs ``(world size, rounds)``. A round is one batch on each rank."""
+"""The consumed part of an epoch, in order: pairs ``(world size, rounds)``. A round is one batch on each rank.
+
+A round with the world size 0 consumed nothing: its step was lost, and its batches are read again.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -523,7 +526,7 @@ def batches_of_rank(batches: PositionBatches, shard: Shard, *, splits: bool = Tr
         return RankBatches(Rounds.of(batches, 1), 0, len(batches))
     if splits and shard.even:
         for world_size, done in shard.consumed:
-            batches = Rounds.of(batches, world_size).after(done)
+            batches = Rounds.of(batches, world_size).after(done) if world_size else batches
         rounds = Rounds.of(batches, shard.world_size)
         last = shard.consumed_rounds + len(rounds) - 1
         return RankBatches(rounds, shard.rank, len(rounds), last if rounds.replicated else None)

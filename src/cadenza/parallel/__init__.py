@@ -1,4 +1,4 @@
-"""Ranks in many dimensions, by torch's own tools; folders of torch's distributed checkpoint (DCP), and behind URLs; SLURM jobs."""
+"""Many ranks: meshes, replica groups, folders of torch's distributed checkpoint (DCP) and behind URLs, SLURM jobs."""
 
 from typing import TYPE_CHECKING
 
@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from cadenza.parallel.driver import Parallel as Parallel
     from cadenza.parallel.mesh import Mesh as Mesh
     from cadenza.parallel.pipeline import Pipeline as Pipeline
+    from cadenza.parallel.replica_groups import ReplicaGroups as ReplicaGroups
 
     __all__: list[str]
 else:
