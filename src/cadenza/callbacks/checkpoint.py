@@ -171,7 +171,7 @@ class Checkpoint(Callback):
         self.writer.report_best()
         lost = self.writer.lost
         if session_of(run).sync.together:
-            lost = next((rank_value for rank_value in run.driver.gather(lost) if rank_value), None)
+            lost = next((rank_value for rank_value in run.driver.gather_unequal(lost) if rank_value), None)
         if lost:
             error = CheckpointLostError(lost)
             session_of(run).end(Outcome("failed", repr(error)))  # on all ranks, before the sinks close, since they report it

@@ -61,7 +61,8 @@ def over_store(store: Any, name: str, rank: int, ranks: int) -> Meeting:
         rank: The rank of this process.
         ranks: How many there are.
     """
-    numbers, read, failures = count(), list[str](), list[Exception]()  # `read` by all ranks when the next gather is complete
+    numbers, failures = count(), list[Exception]()
+    sent = list[str]()  # keys of this rank, which the others have read when the next value of theirs is here
 
     def call(exchange: Callable[[str, Any], Any], value: Any) -> Any:
         if failures:
@@ -95,20 +96,24 @@ def over_store(store: Any, name: str, rank: int, ranks: int) -> Meeting:
     def gather(key: str, value: Any) -> list[Any]:
         if rank:
             put(key, "", value)
+            sent.append(f"{key}/{rank}")
             return []
-        keys = [f"{key}/{other}" for other in range(1, ranks)]
-        everyone = [value, *map(value_in, store.multi_get(keys))]
-        for old in (*keys, *read):
-            store.delete_key(old)
-        read.clear()
+        everyone = [value, *map(value_in, store.multi_get([f"{key}/{other}" for other in range(1, ranks)]))]
+        delete_sent()
         return everyone
 
     def broadcast(key: str, value: Any) -> Any:
         if rank:
-            return value_in(store.get(f"{key}/0"))
+            received = value_in(store.get(f"{key}/0"))
+            delete_sent()
+            return received
         put(key, "", value)
-        read.append(f"{key}/0")
+        sent.append(f"{key}/0")
         return value
+
+    def delete_sent() -> None:
+        while sent:
+            store.delete_key(sent.pop())
 
     return Meeting(rank, ranks, partial(call, gather), partial(call, broadcast), leave)
 
