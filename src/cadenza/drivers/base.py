@@ -177,6 +177,10 @@ class Driver(ABC):
         digest = int.from_bytes(hashlib.blake2b(pickle.dumps(value), digest_size=7).digest(), "big")
         return self.gather(value) if self.differing(torch.tensor([digest]), of_weights=False) else [value]
 
+    def parcels(self) -> Any:
+        """Return a process group for messages from one rank to another, beside the training; None for one process."""
+        return None
+
     def data_group(self, shards: Sequence[int] | None = None) -> Any:
         """Return the process group of ranks that read different data; None for the default group. Every rank must call this.
 

@@ -227,6 +227,9 @@ class GroupDriver(Driver):
         send, receive = partial(dist.send, group=self._hosts), partial(dist.recv, group=self._hosts)
         return Tree(self.rank, self.world_size, send, receive)
 
+    def parcels(self) -> Any:
+        return self._shared("parcels", self._new_group)
+
     def data_group(self, shards: Sequence[int] | None = None) -> Any:
         shards, together = tuple(range(self.data_world_size) if shards is None else shards), self.tensor_parallel
         if len(shards) == self.world_size:
