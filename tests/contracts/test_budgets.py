@@ -35,19 +35,19 @@ profiling      319      3       1
 loading       2635     14       2
 records       1797     11       6
 hooks         1563     10       7
-drivers       2309     15       5
+drivers       2313     15       5
 optim         1319     11       6
 sinks         1200     10       7
 engine        5558     22      10
 checkpoint    3987     16      10
-callbacks     3163     31      15
-loops         1068      5      12
+callbacks     3182     31      15
+loops         1071      5      12
 testing        946      6      14
 commands       687      8      11
 report        2502     24       8
 steering      1828     16      10
 timetravel    2995     18      21
-parallel       376      3       7
+parallel       589      4       7
 compat       24706    317      18
 trackers      1587     11      10
 """
@@ -58,10 +58,10 @@ WINGS = ("compat", "parallel", "report", "steering", "timetravel", "trackers")
 
 SUMS = """
 sum                             core   wings
-files                            190     389
-lines                          29051   33994
-words                         204665  229709
-words a line                    7.05    6.76
+files                            190     390
+lines                          29077   34207
+words                         204852  231452
+words a line                    7.05    6.77
 data files and long literals     485     803
 modules under 30 lines            10      46
 """

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -36,6 +37,8 @@ from cadenza.testing import launch
 from tests.waiting import until
 
 WAIT = timedelta(seconds=60)
+Untyped: Any = dist
+"""Of its classes torch types some otherwise than it calls them."""
 
 
 @dataclass
@@ -79,7 +82,7 @@ class World:
     def client(self) -> Any:
         """Return a client of the store of the two processes. Each thread has one, as a call that waits blocks the client."""
         if not hasattr(self.own, "client"):
-            self.own.client = dist.TCPStore("127.0.0.1", self.port, None, False, WAIT)
+            self.own.client = Untyped.TCPStore("127.0.0.1", self.port, None, False, WAIT)
         return self.own.client
 
     def swap(self, key: str, value: Any) -> tuple[Any, Any]:
@@ -93,7 +96,7 @@ class World:
 world: World
 
 
-class Group(dist.ProcessGroup):
+class Group(Untyped.ProcessGroup):  # type: ignore[misc]
     """A process group of all ranks."""
 
     def __init__(self, rank: int, size: int, name: str) -> None:
@@ -187,7 +190,7 @@ class Group(dist.ProcessGroup):
 def _done(result: Any) -> Any:
     future: Any = torch.futures.Future()
     future.set_result(result)
-    return torch._C._distributed_c10d._create_work_from_future(future)
+    return import_module("torch._C._distributed_c10d")._create_work_from_future(future)
 
 
 def _combined(main: Tensor, last: Tensor, operation: Any) -> Tensor:
@@ -199,7 +202,7 @@ def _combined(main: Tensor, last: Tensor, operation: Any) -> Tensor:
     return main + (world.ranks - 1) * last
 
 
-class Store(dist.Store):
+class Store(Untyped.Store):  # type: ignore[misc]
     """The store of W ranks.
 
     What is read of a rank between is what the last rank has set, and what the last rank adds counts W - 1 times.

@@ -165,8 +165,13 @@ def test_a_meeting_exchanges_values_through_the_store_and_leaves_no_keys_but_the
 def test_each_rank_deletes_its_own_keys_of_a_meeting(monkeypatch: pytest.MonkeyPatch) -> None:
     """The main process would delete those of thousands, one after the other."""
     store, ranks, deleted = HashStore(), 8, list[str]()
+
+    def deleting(self: Any, key: str) -> bool:
+        deleted.append(key)
+        return bool(delete(self, key))
+
     delete = HashStore.delete_key
-    monkeypatch.setattr(HashStore, "delete_key", lambda self, key: deleted.append(key) or delete(self, key))
+    monkeypatch.setattr(HashStore, "delete_key", deleting)
     main, *others = [over_store(store, "save", rank, ranks) for rank in range(ranks)]
     for number in range(2):
         for other in others:

@@ -8,7 +8,7 @@ import time
 import uuid
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import distributed as dist
@@ -170,7 +170,7 @@ def _welcomed(arrivals: Store, others: int, timeout_s: float) -> str:
         arrived = [f"number {number}" for number in range(read + 1, arrivals.add("came", 0) + 1)]
         if arrived and arrivals.check(arrived):  # one that has just come sets its number a moment later
             welcomes = [f"welcome {own.decode()}" for own in arrivals.multi_get(arrived)]
-            arrivals.multi_set(welcomes, [name] * len(welcomes))
+            cast("Any", arrivals).multi_set(welcomes, [name] * len(welcomes))
             read = arrivals.add("read", len(welcomes))
         elif time.monotonic() > deadline:
             raise TimeoutError(f"{answered} of {others} other processes arrived")

@@ -90,7 +90,9 @@ class Machines:
     def receive(self, source: int, folder: Path) -> None:
         """Write the files that another rank sends into a folder. A resume verifies them."""
         length = self._receive(source, torch.zeros(1, dtype=torch.int64))
-        sizes: dict[str, int] = pickle.loads(self._receive(source, torch.empty(int(length), dtype=torch.uint8)).numpy())
+        sizes: dict[str, int] = pickle.loads(
+            self._receive(source, torch.empty(int(length), dtype=torch.uint8)).numpy().tobytes()
+        )
         problem: OSError | None = None
         for name, size in sizes.items():
             pieces = self._pieces(source, size)
@@ -276,7 +278,7 @@ def _write(path: Path, pieces: Iterable[torch.Tensor]) -> None:
     beside = path.parent / f".{path.name}-{uuid.uuid4().hex}"
     with beside.open("wb") as file:
         for piece in pieces:
-            file.write(memoryview(piece.numpy()))
+            file.write(piece.numpy().data)
     os.replace(beside, path)
 
 
