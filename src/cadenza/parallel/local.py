@@ -90,9 +90,8 @@ class Machines:
     def receive(self, source: int, folder: Path) -> None:
         """Write the files that another rank sends into a folder. A resume verifies them."""
         length = self._receive(source, torch.zeros(1, dtype=torch.int64))
-        sizes: dict[str, int] = pickle.loads(
-            self._receive(source, torch.empty(int(length), dtype=torch.uint8)).numpy().tobytes()
-        )
+        head = self._receive(source, torch.empty(int(length), dtype=torch.uint8))
+        sizes: dict[str, int] = pickle.loads(head.numpy().tobytes())
         problem: OSError | None = None
         for name, size in sizes.items():
             pieces = self._pieces(source, size)
