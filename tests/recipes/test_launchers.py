@@ -127,6 +127,14 @@ def test_the_parts_of_the_kubernetes_job_fit_together(monkeypatch: pytest.Monkey
     assert config.shutdown_timeout < pod["terminationGracePeriodSeconds"]
 
 
+@pytest.mark.parametrize("kind", ["Service", "Job"])
+def test_the_manifests_have_the_schema_of_kubernetes(kind: str) -> None:
+    schemas = pytest.importorskip("kubernetes_validate", reason="pip install kubernetes-validate brings the schemas")
+    schemas.validate(DOCUMENTS[kind], "1.29", strict=True)
+    with pytest.raises(schemas.ValidationError):
+        schemas.validate({**DOCUMENTS[kind], "specification": {}}, "1.29", strict=True)
+
+
 def test_the_variables_of_a_train_job_reach_torchrun(programs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = DOCUMENTS["TrainJob"]["spec"]["trainer"]
     assert trainer["command"] == ["sh", "-c"]

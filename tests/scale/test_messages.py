@@ -156,10 +156,33 @@ def meetings() -> tuple[HashStore, Meeting, Meeting]:
 def test_a_meeting_exchanges_values_through_the_store_and_leaves_no_keys_but_the_last() -> None:
     store, main, other = meetings()
     for number in range(20):
-        assert main.broadcast(number) == other.broadcast(None) == number
         assert other.gather_on_main({"rank": 1}) == []
         assert main.gather_on_main({"rank": 0}) == [{"rank": 0}, {"rank": 1}]
-    assert store.num_keys() <= 1
+        assert main.broadcast(number) == other.broadcast(None) == number
+    assert store.num_keys() == 1
+
+
+def test_each_rank_deletes_its_own_keys_of_a_meeting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The main process would delete those of thousands, one after the other."""
+    store, ranks, deleted = HashStore(), 8, list[str]()
+
+    def deleting(self: Any, key: str) -> bool:
+        deleted.append(key)
+        return bool(delete(self, key))
+
+    delete = HashStore.delete_key
+    monkeypatch.setattr(HashStore, "delete_key", deleting)
+    main, *others = [over_store(store, "save", rank, ranks) for rank in range(ranks)]
+    for number in range(2):
+        for other in others:
+            other.gather_on_main("done")
+        main.gather_on_main("done")
+        before = [*deleted]
+        main.broadcast(number)
+        assert deleted == before
+        assert [other.broadcast(None) for other in others] == [number] * (ranks - 1)
+    assert len(deleted) == 2 * (ranks - 1) + 1
+    assert len({*deleted}) == len(deleted)
 
 
 def test_a_rank_that_is_late_in_a_meeting_ends_it_on_all_ranks_and_no_one_waits_again() -> None:

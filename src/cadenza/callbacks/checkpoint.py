@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from os import PathLike
+from os import PathLike, fspath
+from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from cadenza.checkpoint.keep_rules import KEEP_LAST, BestOf, Keep, KeepRules
@@ -22,12 +24,14 @@ from cadenza.hooks.moments import Callback
 from cadenza.hooks.order import Phase
 from cadenza.hooks.schedule import Interval, Schedule
 from cadenza.hooks.subscription import periodic
+from cadenza.lazy import imported
 from cadenza.optim.held_weights import holders_in
 from cadenza.status.decisions import COMPLETE, Outcome
 from cadenza.status.signals import handle_signals
 from cadenza.text.hints import answered
 
 if TYPE_CHECKING:
+    from cadenza.drivers import Driver
     from cadenza.loading.evaluation import Evaluation
     from cadenza.run import Run
 
@@ -67,10 +71,14 @@ class Checkpoint(Callback):
             for the next save, until the run ends.
         weights_only: Write the model alone. It is smaller, and for `load_weights`; a run cannot continue it.
         directory: A local folder or an fsspec URL. None: ``checkpoints`` in the directory of the run.
+        local: Instead of `directory`: a folder that each machine has for itself under this path, in memory or on a local disk.
+            Each machine holds what its ranks read, and the same for one neighbour. A restart takes the newest checkpoint that
+            all ranks can read, here or elsewhere; a machine that is new gets its part from the others.
         strict: Raise the error of a failed write, and do not repeat the write.
 
     Raises:
-        ValueError: `keep_last` is below 1, or neither the run nor this has a directory.
+        ValueError: `keep_last` is below 1, neither the run nor this has a directory, or `local` stands with `directory` or
+            `weights_only`, or is a URL.
         TypeError: A value in `keep` is no keep rule.
         DirectoryError: At the start of a run: the folder cannot be written.
         CheckpointLostError: At the end of a run: its last checkpoint could not be written. ``run.outcome.kind`` is "failed".
@@ -102,6 +110,7 @@ class Checkpoint(Callback):
         background: bool = True,
         weights_only: bool = False,
         directory: str | PathLike[str] | None = None,
+        local: str | PathLike[str] | None = None,
         strict: bool = False,
     ) -> None:
         if grace_s is not None and (isinstance(grace_s, bool) or not grace_s > 0):
@@ -109,8 +118,15 @@ class Checkpoint(Callback):
         self.every: Schedule = Schedule.parse(every)
         self.keep: KeepRules = KeepRules(keep, keep_last, keep_best)
         self._monitors = [Monitor(best.monitor, best.mode, owner="Checkpoint") for best in self.keep.best]
-        self.directory: str | None = None if directory is None else absolute_path(directory)
-        self._lacks = "" if directory else "Checkpoint needs a folder: give Trainer(directory=...) or Checkpoint(directory=...)"
+        if local is not None and (directory is not None or weights_only or "://" in fspath(local)):
+            raise ValueError(
+                f"local must be a folder that each machine has for itself, without directory= and weights_only=; got "
+                f"{local!r}. Add another Checkpoint to the list for them."
+            )
+        folder = directory if local is None else local
+        self.directory: str | None = None if folder is None else absolute_path(folder)
+        self.local: bool = local is not None
+        self._lacks = "" if folder else "Checkpoint needs a folder: give Trainer(directory=...) or Checkpoint(directory=...)"
         self.watch_errors: bool = on_exception
         self.watch_signals: bool = on_signal
         self.grace_s: float | None = grace_s
@@ -143,11 +159,21 @@ class Checkpoint(Callback):
         for monitor in self.monitors:
             monitor.reset()
         store = Store(folder, branch.run, branch)  # several runs may write to one folder: each deletes only its own checkpoints
+        if self.local and run.driver.world_size > 1:
+            store = self._machines().store_of(Path(folder), branch, run.driver)
         probe_on_all_ranks(store, run.driver)
         self.writer: CheckpointWriter = writer_for(session_of(run), store, weights_only=self.weights_only)
         self.store: Store = self.writer.store
         self.member = self._member(hooks_of(run).name_of(self))
         self.writer.join(self.member, background=self.background, strict=self.strict, grace_s=self.grace_s)
+
+    def collect(self, driver: Driver) -> None:
+        """Bring each machine what its ranks read of the `local` checkpoints. Every rank must call this, before a resume."""
+        if self.local and self.directory and driver.world_size > 1:
+            self._machines().complete(Path(self.directory), driver)
+
+    def _machines(self) -> ModuleType:
+        return imported("cadenza.parallel.local", needed_by="Checkpoint(local=...)")
 
     def on_fit_start(self, run: Run) -> None:
         for monitor in self.monitors:
@@ -188,7 +214,7 @@ class Checkpoint(Callback):
         lost = self.writer.lost
         if not session_of(run).sync.together:
             return lost
-        everyone = run.driver.gather((failed, lost))
+        everyone = run.driver.gather_unequal((failed, lost))
         reasons = [reason for _, reason in everyone if reason]
         return reasons[0] if reasons and not any(rank_failed for rank_failed, _ in everyone) else None
 

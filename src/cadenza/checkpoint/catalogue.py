@@ -481,7 +481,7 @@ class Reader:
             self.last = None if loaded is None else (f"{location}/{saved.name}", loaded)
 
     def _take_part(self, driver: Driver, location: str, saved: Saved, crc32: str) -> tuple[Loaded | None, list[Any]]:
-        """Read this rank's part; return it, and on the main process the problems of all ranks."""
+        """Read this rank's part; return it, and the problems of all ranks, or the one that all have."""
         loaded: Loaded | None = None
         problem: tuple[type[CheckpointError], str] | None = None
         try:
@@ -491,7 +491,7 @@ class Reader:
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
             problem = CheckpointError, f"rank {driver.rank} cannot read {saved.name}: {why}"
-        return loaded, driver.gather_on_main(problem)
+        return loaded, driver.gather_unequal(problem)
 
     def _own(self, driver: Driver, store: Store, saved: Saved, crc32: str) -> Loaded:
         manifest = store.entry(saved).manifest

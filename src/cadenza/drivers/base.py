@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
+import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -166,6 +168,18 @@ class Driver(ABC):
     @abstractmethod
     def gather(self, value: Any) -> list[Any]:
         """Return every rank's `value`, by rank. Every rank must call this, in the same order."""
+
+    def gather_unequal(self, value: Any) -> list[Any]:
+        """Return every rank's `value`, by rank; this rank's alone if all have an equal one. Every rank must call this.
+
+        Equal values cost the exchange of two numbers, whatever the number of ranks.
+        """
+        digest = int.from_bytes(hashlib.blake2b(pickle.dumps(value), digest_size=7).digest(), "big")
+        return self.gather(value) if self.differing(torch.tensor([digest]), of_weights=False) else [value]
+
+    def parcels(self) -> Any:
+        """Return a process group for messages from one rank to another, beside the training; None for one process."""
+        return None
 
     def data_group(self, shards: Sequence[int] | None = None) -> Any:
         """Return the process group of ranks that read different data; None for the default group. Every rank must call this.

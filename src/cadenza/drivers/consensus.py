@@ -70,7 +70,8 @@ def over_store(
         ranks: How many there are.
         watch: Called at the start of a wait; returns the seconds between two looks, and how to look.
     """
-    numbers, read, failures = count(), list[str](), list[Exception]()  # `read` by all ranks when the next gather is complete
+    numbers, failures = count(), list[Exception]()
+    sent = list[str]()  # keys of this rank, which the others have read when the next value of theirs is here
 
     def call(exchange: Callable[[str, Any], Any], value: Any) -> Any:
         if failures:
@@ -116,20 +117,25 @@ def over_store(
     def gather(key: str, value: Any) -> list[Any]:
         if rank:
             put(key, "", value)
+            sent.append(f"{key}/{rank}")
             return []
         keys = {other: f"{key}/{other}" for other in range(1, ranks)}
         everyone = [value, *map(value_in, arrived(keys))]
-        for old in (*keys.values(), *read):
-            store.delete_key(old)
-        read.clear()
+        delete_sent()
         return everyone
 
     def broadcast(key: str, value: Any) -> Any:
         if rank:
-            return value_in(arrived({0: f"{key}/0"})[0])
+            received = value_in(arrived({0: f"{key}/0"})[0])
+            delete_sent()
+            return received
         put(key, "", value)
-        read.append(f"{key}/0")
+        sent.append(f"{key}/0")
         return value
+
+    def delete_sent() -> None:
+        while sent:
+            store.delete_key(sent.pop())
 
     return Meeting(rank, ranks, partial(call, gather), partial(call, broadcast), leave)
 

@@ -28,7 +28,15 @@ from cadenza.drivers.base import Driver, Reduction
 from cadenza.drivers.collective_check import Comparison
 from cadenza.drivers.consensus import Meeting, over_store
 from cadenza.drivers.first_error import Failure, Post, Posts, own_client
-from cadenza.drivers.rendezvous import NCCL_WAITS_LONGER, check_open_files, join, launched, rendezvous_of
+from cadenza.drivers.rendezvous import (
+    MANY,
+    NCCL_WAITS_LONGER,
+    check_open_files,
+    connect_lazily,
+    join,
+    launched,
+    rendezvous_of,
+)
 from cadenza.errors import DistributedError
 from cadenza.loading.batches import Mover
 from cadenza.loading.shards import Shard
@@ -108,7 +116,7 @@ _RECORDS = {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_TRACE_BUFFER_SIZE": "200
 _DUMP = "nccl-trace.rank"
 _DUMPS = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 """The variables of NCCL's flight recorder, by their names in newer and in older versions of torch."""
-_TREE_FROM = 16  # ranks: with fewer, the ring of gloo takes less time than messages that a thread of Python sends
+_TREE_FROM = MANY  # ranks: with fewer, the ring of gloo takes less time than messages that a thread of Python sends
 _TREE_UP_TO = 64 * 2**10  # bytes: the ring sends each part of a larger tensor twice, the tree the whole one six times
 _LARGEST_EXCHANGE = 64 * 2**20  # bytes: the copies that an exchange needs take no more memory
 _SHARED: WeakKeyDictionary[Any, dict[tuple[tuple[float, ...], str], Any]] = WeakKeyDictionary()  # by default group
@@ -146,11 +154,14 @@ class GroupDriver(Driver):
             torch.cuda.set_device(self.device)
         self._own: list[Any] = []  # the groups of which this driver sets the time limit
         if dist.is_initialized():
-            check_open_files(dist.get_world_size(), 1, serves_store=False)
+            connect_lazily(dist.get_world_size())
+            check_open_files(dist.get_world_size(), 1, serves_store=False, gathers=dist.get_rank() == 0)
         else:
             if at is None:
                 raise DistributedError("RANK or WORLD_SIZE is missing: start all processes with torchrun or srun")
-            check_open_files(at.ranks, 2, serves_store=at.rank == 0 and not at.hosted)
+            connect_lazily(at.ranks)
+            main = at.rank == 0
+            check_open_files(at.ranks, 2, serves_store=main and not at.hosted, gathers=main)
             for name, value in _RECORDS.items() if self.device.type == "cuda" else ():
                 os.environ.setdefault(name, value)
             backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
@@ -215,6 +226,9 @@ class GroupDriver(Driver):
         """Return the tree for small sums: the all-reduce of gloo is a ring."""
         send, receive = partial(dist.send, group=self._hosts), partial(dist.recv, group=self._hosts)
         return Tree(self.rank, self.world_size, send, receive)
+
+    def parcels(self) -> Any:
+        return self._shared("parcels", self._new_group)
 
     def data_group(self, shards: Sequence[int] | None = None) -> Any:
         shards, together = tuple(range(self.data_world_size) if shards is None else shards), self.tensor_parallel

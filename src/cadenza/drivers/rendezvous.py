@@ -8,7 +8,7 @@ import time
 import uuid
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import distributed as dist
@@ -72,17 +72,32 @@ NCCL_WAITS_LONGER = timedelta(seconds=60)
 """NCCL ends a process in which a collective waits too long. Before, the exchange on the hosts names the rank that is late."""
 
 
+MANY = 16
+"""From so many ranks on, connections and sums follow a tree: with fewer, the ring of gloo takes less time."""
 _FILES_OF_GROUP = 4  # of gloo, beside a connection to each rank
 _OTHER_FILES = 12  # clients of the store, and the files of a checkpoint that is being written
 
 
-def check_open_files(ranks: int, groups: int, *, serves_store: bool) -> None:
+def connect_lazily(ranks: int) -> None:
+    """Let gloo connect two of many ranks when they first exchange a value, and not all with all at the start."""
+    if ranks >= MANY:
+        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+
+
+def _connections(ranks: int, *, gathers: bool) -> int:
+    """Return to how many ranks a group may connect this one: all, or those of rings, trees and broadcasts."""
+    lazily = os.environ.get("TORCH_GLOO_LAZY_INIT", "0").lower() in ("1", "t", "true", "y", "yes")
+    return min(ranks, 4 * ranks.bit_length()) if lazily and ranks >= MANY and not gathers else ranks
+
+
+def check_open_files(ranks: int, groups: int, *, serves_store: bool, gathers: bool) -> None:
     """Check that this process may open the files that its connections to the other ranks need.
 
     Args:
         ranks: The number of ranks.
         groups: The number of process groups that it will make.
         serves_store: Whether each rank connects to its store, with two clients.
+        gathers: Whether values of all ranks are brought to this one.
 
     Raises:
         DistributedError: ``ulimit -n`` is too small.
@@ -93,12 +108,13 @@ def check_open_files(ranks: int, groups: int, *, serves_store: bool) -> None:
         limit, there = resource.getrlimit(resource.RLIMIT_NOFILE)[0], len(os.listdir("/dev/fd"))
     except (ImportError, OSError):  # not on this system
         return
-    needed = there + groups * (ranks + _FILES_OF_GROUP) + 2 * ranks * serves_store + _OTHER_FILES
+    to_each = [_connections(ranks, gathers=gathers and group == 0) for group in range(groups)]
+    needed = there + sum(to_each) + groups * _FILES_OF_GROUP + 2 * ranks * serves_store + _OTHER_FILES
     if 0 <= limit < needed:
         raise DistributedError(
-            f"this process may have no more than {limit} open files, and needs {needed}: it has {there}, and each of "
-            f"{counted(groups, 'group')} of {counted(ranks, 'rank')} keeps a connection to each rank. Raise it before the "
-            f"start, as with ulimit -n {2 * needed}."
+            f"this process may have no more than {limit} open files, and needs {needed}: it has {there}, and "
+            f"{counted(groups, 'group')} of {counted(ranks, 'rank')} {'keeps' if groups == 1 else 'keep'} {sum(to_each)} "
+            f"connections to other ranks. Raise it before the start, as with ulimit -n {2 * needed}."
         )
 
 
@@ -151,9 +167,11 @@ def _welcomed(arrivals: Store, others: int, timeout_s: float) -> str:
     name, deadline = uuid.uuid4().hex, time.monotonic() + timeout_s
     read: int = arrivals.add("read", 0)  # an earlier rank 0 has answered those before; all of them have ended
     while (answered := arrivals.add(f"answered {name}", 0)) < others:
-        if arrivals.check([f"number {read + 1}"]):
-            read = arrivals.add("read", 1)
-            arrivals.set(f"welcome {arrivals.get(f'number {read}').decode()}", name)
+        arrived = [f"number {number}" for number in range(read + 1, arrivals.add("came", 0) + 1)]
+        if arrived and arrivals.check(arrived):  # one that has just come sets its number a moment later
+            welcomes = [f"welcome {own.decode()}" for own in arrivals.multi_get(arrived)]
+            cast("Any", arrivals).multi_set(welcomes, [name] * len(welcomes))
+            read = arrivals.add("read", len(welcomes))
         elif time.monotonic() > deadline:
             raise TimeoutError(f"{answered} of {others} other processes arrived")
         else:

@@ -196,10 +196,8 @@ class LossCheck:
     def ended(self, outcome: Outcome) -> Outcome:
         """Return the outcome of a run, extended if a loss was not finite. Every rank must call this."""
         self.look(wait=True)
-        first = self._since()
-        if self._driver.world_size > 1:  # the loss of any rank may be the first that is not finite
-            everyone = [rank_value for rank_value in self._driver.gather(first) if rank_value is not None]
-            first = min(everyone, default=None, key=itemgetter(0))
+        everyone = self._driver.gather_unequal(self._since())  # the loss of any rank may be the first that is not finite
+        first = min((found for found in everyone if found is not None), default=None, key=itemgetter(0))
         return outcome if first is None else replace(outcome, reason=f"{outcome.reason}; {first[1]}")
 
     def failed(self, error: BaseException) -> Outcome:

@@ -316,8 +316,8 @@ class WeightedMeans:
         """Return the weighted sum and the sum of the weights by name, over all ranks. Every rank must call this."""
         self.add_up()
         names = sorted(self._sums, key=lambda name: name != "loss")  # the loss first, the others as they came
-        if driver.world_size > 1:  # a rank may lack a name, or have it later
-            names = list(dict.fromkeys(name for rank_value in driver.gather(names) for name in rank_value))
+        # A rank may lack a name, or have it later.
+        names = list(dict.fromkeys(name for rank_value in driver.gather_unequal(names) for name in rank_value))
         if not names:
             return {}
         nothing = self._zero.expand(2)

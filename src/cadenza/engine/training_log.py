@@ -294,7 +294,7 @@ class EpochMeans(Callback):
             return
         self._replaced.update(means.logged_by_hooks("train"))
         if session.sync.together:
-            self._replaced.update(chain(*session.driver.gather(sorted(self._replaced))))
+            self._replaced.update(chain(*session.driver.gather_unequal(sorted(self._replaced))))
         sums, progress = means.log(run, self.prefix, self._replaced), run.progress
         if not progress.batch_in_epoch:  # else the run ends here, and may continue in this epoch
             means.begin(progress.step)

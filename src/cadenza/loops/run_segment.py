@@ -353,6 +353,9 @@ class RunSegment:
             raise RuntimeError("this trainer has a run that is not over. End its loop first, or make another trainer.")
         with trainer.driver.entering("at the start of a run"):
             files = self._opened_files(ending)
+            for callback in trainer.callbacks if self.resume and not isinstance(self.resume, GoBack) else ():
+                if isinstance(callback, Checkpoint):
+                    callback.collect(trainer.driver)
             start = chosen_on_all_ranks(trainer.driver, self.resume, files, external_folders(trainer.callbacks))
             session, over = self._new_session(files, start)
         trainer._run = session.run

@@ -376,7 +376,7 @@ def probe_on_all_ranks(store: Store, driver: Driver) -> None:
         DistributedError: Another rank cannot write it.
     """
     agreed(
-        driver.gather if driver.world_size > 1 else lambda told: [told],
+        driver.gather_unequal,
         lambda: probe(store) if driver.is_main or driver.shards else None,
         lambda rank, problem: DistributedError(f"rank {rank} cannot write checkpoints, so the run cannot start: {problem}"),
     )
