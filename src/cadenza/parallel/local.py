@@ -140,7 +140,7 @@ class LocalStore(Store):
         machines = self._machines
         if len(machines.leads) == 1:
             return super().write_together(content, meeting)
-        own = layout_of(content.model_shards, content.shards)
+        own = layout_of(content.model, content.tensors)
         begin = lambda: (self._new_folder(content), checksum_of(own), [saved.name for saved in self.saved()])  # noqa: E731
         folder, known, there = by_main(meeting, begin, _failed)
 
