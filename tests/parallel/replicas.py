@@ -109,7 +109,7 @@ def train(folder: Path, name: str, lighthouse: str, epochs: int, accumulate: int
 
 def agent(folder: Path, name: str, ranks: int, *arguments: Any) -> None:
     """Do what ``torchrun --standalone --nproc-per-node=RANKS --max-restarts=100`` does."""
-    dynamic_rendezvous.get_method_name = lambda depth=2: sys._getframe(depth).f_code.co_name  # type: ignore[assignment]
+    dynamic_rendezvous.get_method_name = lambda depth=2: sys._getframe(depth).f_code.co_name
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch import distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # where torch documents it
 
 from cadenza.checkpoint.snapshot import Snapshot, collected, restore
 from cadenza.checkpoint.store import Loaded
@@ -155,7 +156,7 @@ class ReplicaGroups(Callback):
         driver, limit = run.driver, timedelta(seconds=self.timeout_s)
         host = self.host or socket.gethostname()
         if driver.is_main:  # a store of its own: that of torchrun outlives a restart, with the address of the manager before
-            self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+            self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
         port = driver.broadcast(self._store.port if driver.is_main else None)
         address = driver.broadcast(host)
         try:
