@@ -35,12 +35,12 @@ profiling      319      3       1
 loading       2635     14       2
 records       1797     11       6
 hooks         1563     10       7
-drivers       2279     15       5
+drivers       2348     15       5
 optim         1319     11       6
 sinks         1200     10       7
 engine        5561     22      10
-checkpoint    3987     16      10
-callbacks     3163     31      15
+checkpoint    3991     16      10
+callbacks     3171     31      15
 loops         1068      5      12
 testing        946      6      14
 commands       687      8      11
@@ -59,8 +59,8 @@ WINGS = ("compat", "parallel", "report", "steering", "timetravel", "trackers")
 SUMS = """
 sum                             core   wings
 files                            190     389
-lines                          29024   33994
-words                         204499  229709
+lines                          29105   33994
+words                         205137  229709
 words a line                    7.05    6.76
 data files and long literals     485     803
 modules under 30 lines            10      46
