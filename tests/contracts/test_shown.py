@@ -22,6 +22,7 @@ from cadenza.drivers import TensorParallel
 from cadenza.engine.session import session_of
 from cadenza.hooks import HeldWeights
 from cadenza.loading import Mixture, Shard, TensorBatches, resumable
+from cadenza.parallel import Mesh, Pipeline
 from cadenza.sinks import Csv, Mlflow, ProgressBar
 from cadenza.status.formats import counted
 from cadenza.status.markup import notebook_table
@@ -34,7 +35,7 @@ from tests.callbacks.shipped import CALLBACKS, SINKS, made
 PACKAGES = ["callbacks", "drivers", "hooks", "loading", "parallel", "records", "sinks", "testing", "timetravel"]
 TABLES = {"Calendar", "Plan", "Timings"}  # their repr is the table that print shows
 NO_OBJECT = {"Callback", "HoldsWeights", "Driver", "Sink", "Phase", "Schedule", "Hooks"}  # bases and tables, shown below
-OF_SEVERAL_PROCESSES = {"DdpDriver", "FsdpDriver", "ReplicaGroups"}
+OF_SEVERAL_PROCESSES = {"DdpDriver", "FsdpDriver", "Parallel", "ReplicaGroups"}
 
 
 class Fragile(Callback):
@@ -86,6 +87,7 @@ def objects(run: Run, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any
         "Monitor": Monitor(lambda results: 1.0, "max", owner="a test"),
         "Outcome": run.outcome,
         "Outputs": run.outputs,
+        "Pipeline": Pipeline(["0", "1"], torch.nn.functional.mse_loss, microbatches=2),
         "Plan": plan,
         "Progress": run.progress,
         "Record": Record(run.progress.now(), 0.0, {"a": 1.0}, {"picture": cadenza.Image(values)}),
@@ -100,6 +102,7 @@ def objects(run: Run, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any
         "Loop": cadenza.attach(trainer.model, trainer.optimizer, max_steps=1),
         "Step": next(steps := tiny_trainer().steps()),
         "Steps": steps,
+        "Mesh": Mesh(),
         "Mixture": Mixture({"a": [1]}, "cycle"),
         "TensorBatches": TensorBatches(values, batch_size=2),
         "TensorParallel": TensorParallel({}, ranks=2),
@@ -335,6 +338,7 @@ def test_each_name_that_dir_help_and_completion_list_can_be_read(objects: dict[s
 
 ANY_NUMBER = {  # functions that do take any number of arguments
     "Derive": "values",
+    "Parallel": "options",
     "MoveModules": "modules",
     "Recorder": "only",
     "TensorBatches": "tensors",

@@ -76,6 +76,10 @@ class Pipeline:
         self._shapes: list[_Shape] | None = None  # what each stage receives, and what the last one returns
         self._schedules: dict[tuple[Any, ...], Any] = {}
 
+    def __repr__(self) -> str:
+        name = self.schedule if isinstance(self.schedule, str) else self.schedule.__name__
+        return f"Pipeline({counted(len(self.stages), 'stage')}, {counted(self.microbatches, 'microbatch')}, {name})"
+
     # -- the loss of a batch ------------------------------------------------------------------------
 
     def __call__(self, model: nn.Module, batch: Any) -> dict[str, Any]:
@@ -127,7 +131,7 @@ class Pipeline:
 
     def _last(self) -> tuple[int, Any]:
         """Return the rank of the last stage, and the group of the stages."""
-        group = self._placed.get_group()
+        group = self._stage_ranks().get_group()
         return dist.get_global_rank(group, len(self.stages) - 1), group
 
     # -- torch's schedules ---------------------------------------------------------------------------
@@ -179,7 +183,7 @@ class Pipeline:
         return stage_of
 
     def _run(self, model: nn.Module, inputs: Tensor, *, training: bool, **options: Any) -> Any:
-        ranks, size = self._placed, len(inputs)
+        ranks, size = self._stage_ranks(), len(inputs)
         # Ranks with different batches gather weights for each part, so they must have equally many.
         parts = self.microbatches if training else 1
         if size % parts:
@@ -202,7 +206,7 @@ class Pipeline:
 
     def _tried(self, model: nn.Module, part: Tensor) -> list[_Shape]:
         """Return what each stage receives, and what the last one returns, of one microbatch. Every rank must call this."""
-        ranks = self._placed
+        ranks = self._stage_ranks()
         shapes: list[Any] = [_Shape(part.shape[1:], part.dtype)]
         for stage in range(ranks.size()):
             shape: list[Any] = [None]
@@ -225,7 +229,7 @@ class Pipeline:
     def _schedule(self, model: nn.Module, inputs: Tensor, parts: int, *, training: bool) -> Any:
         from torch.distributed import pipelining
 
-        ranks, size = self._placed, len(inputs) // parts
+        ranks, size = self._stage_ranks(), len(inputs) // parts
         assert self._shapes is not None
         if _Shape(inputs.shape[1:], inputs.dtype) != self._shapes[0]:
             raise DataError(
@@ -244,8 +248,7 @@ class Pipeline:
         kind = getattr(pipelining, SCHEDULES[given]) if isinstance(given, str) else given
         return kind(made, parts, loss_fn=self.loss_fn if training else None)
 
-    @property
-    def _placed(self) -> DeviceMesh:
+    def _stage_ranks(self) -> DeviceMesh:
         if self._ranks is None:
             raise RuntimeError("this Pipeline has no ranks: give it to Parallel(mesh, pipeline=...) and to Trainer")
         return self._ranks
