@@ -1,7 +1,7 @@
 """The launch commands of the guide to several processes: torchrun accepts each of them, and their parts fit together.
 
-No cluster is at hand; test_slurm.py in tests/distributed runs SLURM. The shell commands are executed in bash, with programs in place of ``srun``, ``scontrol``, ``torchrun``
-and ``python`` that start nothing. The arguments that torchrun would get are then parsed by torchrun itself.
+tests/distributed/test_slurm.py runs SLURM. Here no cluster is at hand: the shell commands are executed in bash, with programs in
+place of ``srun``, ``scontrol``, ``torchrun`` and ``python`` that start nothing. The arguments that torchrun would get are then parsed by torchrun itself.
 """
 
 from __future__ import annotations
