@@ -1,7 +1,8 @@
 """The launch commands of the guide to several processes: torchrun accepts each of them, and their parts fit together.
 
-tests/distributed/test_slurm.py runs SLURM. Here no cluster is at hand: the shell commands are executed in bash, with programs in
-place of ``srun``, ``scontrol``, ``torchrun`` and ``python`` that start nothing. The arguments that torchrun would get are then parsed by torchrun itself.
+Here no cluster is at hand; tests/distributed/test_slurm.py starts one of SLURM. The shell commands are executed in bash, with
+programs in place of ``srun``, ``scontrol``, ``torchrun`` and ``python`` that start nothing. torchrun itself then parses the
+arguments that it would get.
 """
 
 from __future__ import annotations
