@@ -119,6 +119,9 @@ CHECKED_BY = {
         "Pickled code is never executed": "a_file_with_pickled_code_is_an_error_and_the_code_does_not_run",
         "continues after the stored step, bit-identically": "a_killed_and_resumed_training_is_bit_identical",
     },
+    "docs/guides/clusters.md": {
+        "end bit-identically": "a_job_that_another_preempts_saves_and_continues_when_it_gets_its_nodes_again",
+    },
     "docs/guides/from-pytorch-accelerated.md": {
         "reading it executes nothing": NO_PICKLE,
         "`resume_from` resumes bit-identically": "a_resumed_training_is_bit_identical",

@@ -1,7 +1,8 @@
 """The launch commands of the guide to several processes: torchrun accepts each of them, and their parts fit together.
 
-No cluster is at hand. The shell commands are executed in bash, with programs in place of ``srun``, ``scontrol``, ``torchrun``
-and ``python`` that start nothing. The arguments that torchrun would get are then parsed by torchrun itself.
+Here no cluster is at hand; tests/distributed/test_slurm.py starts one of SLURM. The shell commands are executed in bash, with
+programs in place of ``srun``, ``scontrol``, ``torchrun`` and ``python`` that start nothing. torchrun itself then parses the
+arguments that it would get.
 """
 
 from __future__ import annotations
@@ -156,7 +157,6 @@ def test_the_variables_of_skypilot_reach_torchrun(programs: Path, monkeypatch: p
 def test_each_recipe_that_was_not_run_says_so() -> None:
     sections = dict(part.split("\n", 1) for part in GUIDE.split("\n### ")[1:])
     assert [name for name, text in sections.items() if "Not run here" in text] == [
-        "SLURM",
         "Kubernetes",
         "Kubeflow",
         "SkyPilot",
