@@ -22,6 +22,7 @@ from cadenza import Callback, Run, on
 from cadenza.callbacks import Checkpoint, StopOnNonFinite
 from cadenza.checkpoint import writer
 from cadenza.checkpoint.store import Content, Saved, Store
+from cadenza.checkpoint.store.content import whole_in
 from cadenza.checkpoint.store.files import _DTYPES, FORMAT_ERRORS, Facts, LocalFiles, SummedFile, facts_of, pieces, read_tensors
 from cadenza.checkpoint.writer import Attempts, Save
 from cadenza.drivers.consensus import Meeting
@@ -283,7 +284,8 @@ def written(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     write = Store.write
 
     def noting(self: Store, content: Content) -> Saved:
-        noted.append({name: (weakref.ref(one), one.data_ptr()) for name, one in {**content.model, **content.tensors}.items()})
+        tensors = whole_in({**content.model, **content.tensors})
+        noted.append({name: (weakref.ref(one), one.data_ptr()) for name, one in tensors.items()})
         return write(self, content)
 
     monkeypatch.setattr(Store, "write", noting)
