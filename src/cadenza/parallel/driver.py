@@ -42,7 +42,7 @@ class Parallel(FsdpDriver):
             divisible by twice the ranks. `Mesh.mean` makes the loss a mean over all tokens.
         pipeline: The stages of the model along ``pipeline``; give it to `Trainer` as ``compute_loss`` too. Gradients are
             reduced with each batch.
-        experts: The modules whose weights are distributed over ``expert``, chosen like ``shard=``: the first dimension of each
+        experts: The modules with weights that are distributed over ``expert``, chosen like ``shard=``: the first dimension of each
             weight counts the experts, and each rank has some of them. The model sends the inputs to the ranks of their experts,
             with a differentiable all-to-all in ``mesh["expert"]``. Their gradients are not averaged over ``expert``.
         **options: Other options of `FsdpDriver`, such as ``shard=Block`` and ``param_dtype="bf16"``. `replicas` and
@@ -140,19 +140,19 @@ class Parallel(FsdpDriver):
     def _split(self, model: nn.Module) -> None:
         super()._split(model)
         if self.pipeline is not None:
-            self._place(model, self.pipeline)
+            self._keep_stage(model, self.pipeline)
         if self.experts is not None:
             chosen = named_matches(self.experts, dict(model.named_modules()), argument="experts", kind="module")
             self._with_experts = [*chosen.values()]
             for name, module in chosen.items():
                 distribute(module, name, self.mesh["expert"])
 
-    def _place(self, model: nn.Module, pipeline: Pipeline) -> None:
+    def _keep_stage(self, model: nn.Module, pipeline: Pipeline) -> None:
         """Keep the weights of the stage of this rank. Those of others become tensors of other ranks, without memory."""
         from torch.distributed.tensor import DTensor, Replicate, Shard
 
         own = self.mesh["pipeline"].get_local_rank()
-        elsewhere = {name: stage for name, stage in pipeline.place(model, self.mesh["pipeline"]).items() if stage != own}
+        elsewhere = {name: stage for name, stage in pipeline.assign(model, self.mesh["pipeline"]).items() if stage != own}
         made: dict[int, nn.Parameter] = {}
         for name, stage in elsewhere.items():
             weight, (path, _, last) = model.get_parameter(name), name.rpartition(".")

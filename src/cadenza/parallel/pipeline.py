@@ -136,7 +136,7 @@ class Pipeline:
 
     # -- torch's schedules ---------------------------------------------------------------------------
 
-    def place(self, model: nn.Module, ranks: DeviceMesh) -> dict[str, int]:
+    def assign(self, model: nn.Module, ranks: DeviceMesh) -> dict[str, int]:
         """Let the modules of other stages pass their input on; return the stage of each weight, by name.
 
         Args:
