@@ -37,7 +37,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning"),
 ]
 
-PLAIN = {"step": True, "backend": "aot_eager"}
+PLAIN = {"step": True, "backend": "eager"}
 
 Batch = tuple[Tensor, Tensor]
 
