@@ -455,5 +455,6 @@ class Trainer(TrainerArguments):
         choice = Choice(act.__name__, which, weights, self.directory, external_folders(self.callbacks))
         with self.driver.entering(f"in {act.__name__}"):
             session = self._make_session()
-            optimizers = partial(made, self.optimizer, session.model, own_step=self.step_fn is not None)
+            own_step, parameters = self.step_fn is not None, ModelParameters(session.model)
+            optimizers = partial(made, self.optimizer, session.model, parameters, own_step=own_step)
             return evaluating.alone(choice.during(act, optimizers), session, evaluation)

@@ -145,7 +145,7 @@ def test_who_never_fires_is_said_before_the_run_and_is_what_the_run_then_does(le
     filters = [{name: count} for name in ("every", "at") for count in (1, 2, 3, 4, 5, 6, 7, 8, 10, 11, 12)]
     run = tiny_run(callbacks=[log, *(counting(moment, **filter) for moment in COUNTED for filter in filters)], **length)
     listeners = [one for each in hooks_of(run).by_moment.values() for one in each if one.schedule is not None]
-    silent = {str(one) for one in listeners if one.trigger is None or not one.trigger.was_due(run.progress)}
+    silent = {str(one) for one in listeners if one.trigger is None or not one.trigger.times_due}
     assert silent == {str(one) for one, _ in never(hooks_of(run), run.progress, session_of(run).step.window.size)}
     assert silent
 

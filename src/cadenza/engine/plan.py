@@ -223,7 +223,7 @@ def never_fired(hooks: Hooks, progress: Progress, evaluated: bool) -> list[tuple
     for moment, listeners in hooks.by_moment.items():
         name = moment.__name__
         for listener in [listener for listener in listeners if not listener.inner]:
-            if listener.trigger is not None and not listener.trigger.was_due(progress) and name not in _RARE:
+            if listener.trigger is not None and not listener.trigger.times_due and name not in _RARE:
                 rows.append((f"{listener}, {name}", f"the run ended at {progress.now()}"))
             elif name.startswith("on_eval_") and not evaluated and moment not in hooks.fired:
                 if getattr(hooks.callbacks[listener.owner], "shows_progress", False):
@@ -425,7 +425,7 @@ def _due(session: Session, listeners: Iterable[Listener]) -> Iterator[str]:
 def _next(session: Session, listener: Listener) -> str:
     trigger = listener.trigger
     if trigger is None or session.outcome is not None:
-        return f"; it was due {counted(trigger.was_due(session.progress) if trigger is not None else 0, 'time')}"
+        return f"; it was due {counted(trigger.times_due if trigger is not None else 0, 'time')}"
     step, limit = trigger.next_step(session.progress), session.progress.total("step")
     if step == math.inf:
         return ", and not again in this run"

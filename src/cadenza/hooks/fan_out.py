@@ -57,8 +57,7 @@ class Calls:
         self._listening: dict[Trigger, list[int]] = {}  # the indices of those that it calls when a trigger is due
         for index, listener in enumerate(self.every):
             trigger = listener.trigger
-            always = trigger is None or trigger.functions or trigger.always
-            own = self._always if trigger is None or always else self._listening.setdefault(trigger, [])
+            own = self._always if trigger is None or trigger.functions else self._listening.setdefault(trigger, [])
             own.append(index)
         self.has_schedules: bool = bool(self._listening)
         self.invalidate()

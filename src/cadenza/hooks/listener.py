@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import proxy
 
 from cadenza.hooks.counters import COUNTERS, NEVER, NOW, STEP_END, Bound, Counting, Reading, counting_of, reading, steps_until
-from cadenza.hooks.schedule import Every, Schedule, When
+from cadenza.hooks.schedule import Schedule, When
 from cadenza.status.reprs import brief
 
 if TYPE_CHECKING:
@@ -182,8 +182,6 @@ class Trigger:
             leaf: self._asks(leaf) for leaf in schedule.leaves() if isinstance(leaf, When)
         }
         """The functions of the user in the schedule, as they are asked."""
-        self.always: bool = schedule == Every("1 step") and self.moments == ("on_step_end",)
-        """Whether it is due at each firing: then it is not asked."""
         self.times_due: int = 0
         """How often it was due in this run."""
         self.restart()
@@ -211,8 +209,6 @@ class Trigger:
     def due(self, run: Run) -> bool:
         """Return whether its listeners are called now. Ask this once at a firing of the moment."""
         at = run.progress
-        if self.always:
-            return True
         if COUNTERS[self._bound[0]].read(at) < self._bound[1]:
             self.times_due += self._answer
             return self._answer
@@ -250,8 +246,6 @@ class Trigger:
 
     def before_at(self, at: Progress) -> Reading:
         """Return the reading at the last firing at which it was asked, or where the fit begins."""
-        if self.always and at.step > at.origin.step:
-            return reading(at, at, self.on, self.units)
         return self.before or reading(at.origin, at, self.on, self.units, begun=False)
 
     def leave_out_the_past(self, at: Progress) -> None:
@@ -279,10 +273,6 @@ class Trigger:
             return lambda run: run.driver.any_rank(bool(when.function(run)))
         alone = self.schedule is when and len(self.moments) == 1
         return StepFunction(when.function, may_be_late=self.on == STEP_END and alone)
-
-    def was_due(self, at: Progress) -> int:
-        """Return how often it was due in this run."""
-        return at.step - at.origin.step if self.always else self.times_due
 
     def owes(self) -> bool:
         """Return whether it is due at the next firing, whatever the counters are then. Every rank must call this."""

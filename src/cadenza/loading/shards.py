@@ -293,7 +293,7 @@ def _is_split_by_node(loader: Any) -> bool:
 PERMUTED = 2**20
 """Up to this number of samples, a shuffled order is torch's permutation, in memory. Above it, the order is a `KeyedOrder`."""
 
-CHUNK = 4096  # positions of a keyed order that are computed together, because a tensor operation has a fixed cost
+CHUNK = 1024  # positions of a keyed order that are computed together, because a tensor operation has a fixed cost
 
 
 class Order(ABC):

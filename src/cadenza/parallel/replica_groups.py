@@ -345,7 +345,8 @@ class ReplicaGroups(Callback):
             torch._foreach_mul_(gradients, weight)
         exchange_flat([*gradients, there], self._sum)
         total, *holders = there.tolist()
-        torch._foreach_div_(gradients, total or 1.0)
+        for gradient in gradients:
+            gradient.div_(total or 1.0)
         for parameter, count in zip(parameters, holders, strict=True):
             parameter.grad = parameter.grad if count else None
         self._take_from_first(session.module.buffers())

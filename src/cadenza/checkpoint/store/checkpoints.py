@@ -394,7 +394,7 @@ def probe(store: Store) -> None:
     try:
         files.make(folder, lasting=False)
         with Unflushed() as later:
-            files.write_tensors(f"{folder}/{uuid.uuid4().hex}.safetensors", {"probe": torch.zeros(1)}, later=later)
+            files.write_tensors(f"{folder}/{uuid.uuid4().hex}.safetensors", {"probe": torch.zeros(1)}, None, later)
         if files.atomic:
             names.append(store.hidden("trash", "step-00000000"))
             files.hide({folder: names[1]})
