@@ -322,9 +322,7 @@ def test_without_a_seed_a_list_of_batches_trains_as_the_loop_by_hand() -> None:
 @pytest.mark.parametrize("wrap", [nn.DataParallel, lambda model: nn.ModuleList([model, nn.DataParallel(nn.Linear(4, 1))])])
 def test_a_model_in_a_wrapper_for_several_devices_is_an_error(wrap: Any) -> None:
     model = wrap(nn.Linear(4, 1))
-    with pytest.raises(
-        TypeError, match=r"wrapped in DataParallel; .*DistributedSampler.*driver=\"ddp\""
-    ):
+    with pytest.raises(TypeError, match=r"wrapped in DataParallel; .*DistributedSampler.*driver=\"ddp\""):
         Trainer(model, torch.optim.SGD(model.parameters(), 0.1), DATA, squared, max_epochs=1)
 
 

@@ -108,7 +108,11 @@ def as_it_ended(session: Session, directory: RunDirectory | None, start: Start) 
 
 def _how_to_continue(progress: Progress) -> str:
     done = {"max_epochs": progress.epoch, "max_steps": progress.step, "max_tokens": progress.tokens}
-    reached = [f"{name}={most}" for name, most in limits_of(progress).items() if most is not None and done[name] >= most]
+    reached = [
+        f"{name}={most}" + (f" to more than {done[name]}" if done[name] > most else "")
+        for name, most in limits_of(progress).items()
+        if most is not None and done[name] >= most
+    ]
     return (
         f". To continue, increase {' and '.join(reached)}" if reached else f'. fit(resume="{LAST}") continues where it stopped'
     )
