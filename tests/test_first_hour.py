@@ -215,6 +215,9 @@ def into(target: Callable[[Run], Any]) -> None:
     trainer(compute_loss=None, step_fn=step).fit()
 
 
+FIRST: Any = 0
+
+
 def stepping(do: Callable[[Run, Any], Any]) -> None:
     def step(run: Run, batch: Any) -> Any:
         run.backward(loss := squared(run.model, batch))
@@ -278,7 +281,7 @@ def keeping_late() -> None:
         ),
         (lambda: several({"generator": nn.Linear(4, 1)}), r"got 1 module\. Give nn\.ModuleDict"),
         (lambda: into(lambda run: run.model), r"expected an optimizer of the run; got Linear.* Give the one of its parameters"),
-        (lambda: stepping(lambda run, loss: run.update(0)), r"got 0\. Write run\.update\(run\.optimizers\[0\]\)"),
+        (lambda: stepping(lambda run, loss: run.update(FIRST)), r"got 0\. Write run\.update\(run\.optimizers\[0\]\)"),
         (lambda: stepping(lambda run, loss: None), r"got 'NoneType'. End the function with `return loss`"),
         (lambda: trainer(compute_loss=lambda model, batch: 1.5).fit(), r"Return the tensor itself, not loss\.item\(\)"),
         (lambda: trainer(tokens=lambda batch: batch[0]).fit(), r"tokens=<lambda> must .* got Tensor\(8, 4\)\."),
@@ -371,6 +374,11 @@ def stop_wrongly(run: Any) -> None:
     run.stop()
 
 
+class Doubled(nn.Linear):
+    def forward(self, inputs: torch.Tensor) -> Any:
+        return super().forward(inputs), inputs
+
+
 class Lightning(nn.Linear):
     def training_step(self, batch: Any, index: int) -> Any: ...
 
@@ -401,7 +409,7 @@ class Lightning(nn.Linear):
             r"if compute_loss calls optimizer\.step\(\), remove that line",
         ),
         (
-            lambda: classified(CLASSES, compute_loss=lambda model, batch: ENTROPY(lambda inputs: (model(inputs),), batch)),
+            lambda: classified(CLASSES, model=Doubled(4, 3)),
             r"the model returned a tuple, .* as in loss_fn\(model\(inputs\)\[0\], targets\)",
         ),
         (

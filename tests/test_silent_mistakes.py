@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, OneCycleLR, ReduceLROnPlateau, SequentialLR
 from torchmetrics import MeanAbsoluteError, MetricCollection, R2Score
 
-from cadenza import Callback, Run, Trainer, on
+from cadenza import Callback, Run, Trainer, on, supervised
 from cadenza.callbacks import (
     BestWeights,
     Checkpoint,
@@ -360,3 +360,15 @@ def test_a_schedule_that_a_hook_steps_too_is_an_error(every: Any, tmp_path: Path
     trainer(rates, Checkpoint("5 steps"), max_epochs=2, directory=tmp_path).fit(resume="auto")
     with pytest.raises(RuntimeError, match=r"stepped by a hook or step_fn too. Remove scheduler.step\(\) from"):
         trainer(rates, twice, max_epochs=3).fit()
+
+
+def test_another_loss_in_a_run_that_continues_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trainer(Checkpoint(), directory=tmp_path).fit()
+    trainer(Checkpoint(), directory=tmp_path, max_epochs=2).fit(resume="auto")
+    assert "compute_loss" not in caplog.text
+    mean = supervised(nn.L1Loss())
+    trainer(Checkpoint(), compute_loss=mean, directory=tmp_path, max_epochs=3).fit(resume="auto")
+    assert caplog.text.count("- compute_loss: squared; + compute_loss: supervised(L1Loss())") == 1
+    caplog.clear()
+    trainer(Checkpoint(), directory=tmp_path, max_epochs=3).fit(resume="auto")
+    assert "other arguments, which changed nothing: compute_loss supervised(L1Loss()) -> squared" in caplog.text

@@ -188,7 +188,11 @@ def _tell_lost_records(session: Session, lost: int, checkpoint: str) -> None:
 def _tell_plan_changes(session: Session, directory: RunDirectory | None) -> None:
     """Record how the plan differs from the plan of the run so far. Every rank must call this."""
     plans = None if directory is None else directory.plans
-    changes: list[str] = session.driver.broadcast(plan_changes(*plans) if plans else [])
+    changes: list[str] = plan_changes(*plans) if plans else []
+    before, now = ((directory and directory.previous) or {}).get("arguments"), session.arguments.get("compute_loss")
+    if isinstance(before, Mapping) and (loss := before.get("compute_loss", now)) != now:
+        changes += [f"- compute_loss: {loss}", f"+ compute_loss: {now}"]
+    changes = session.driver.broadcast(changes)
     if changes:
         told = f"since the run so far: {'; '.join(changes)}"
         session.decide("plan changed", told, who="the trainer", data={"changes": changes})

@@ -250,7 +250,7 @@ def doubts(session: Session, walk: Walk) -> Iterator[str]:
             "each parameter to one optimizer, or update the optimizers in turn in a step_fn."
         )
     left = [name for name, value in walk.parameters.items() if value.requires_grad and id(value) not in held]
-    yield from session.extra_parameters.doubts(held, walk.parameters.values())
+    yield from session.extra_parameters.doubts({*held}, walk.parameters.values())
     yield from session.module_flags.doubts(walk.modules, held)
     if left:
         yield (

@@ -123,8 +123,8 @@ def check_loader(loader: object, what: str, *, again: bool = False) -> None:
     if isinstance(loader, DataLoader):
         return
     if isinstance(loader, type) or (not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__")):
-        again = f", or the list of its batches: [*{brief(loader)}()]" if isgeneratorfunction(loader) else ""
-        raise TypeError(f"{what} must be an iterable of batches; got {brief(loader)}. Pass a DataLoader{again}.")
+        instead = f", or the list of its batches: [*{brief(loader)}()]" if isgeneratorfunction(loader) else ""
+        raise TypeError(f"{what} must be an iterable of batches; got {brief(loader)}. Pass a DataLoader{instead}.")
     if isinstance(loader, str | bytes | Mapping | nn.Module):
         raise TypeError(f"{what} must be an iterable of batches; got a {type(loader).__name__}. Pass a DataLoader.")
     if isinstance(loader, Tensor) or is_of(loader, "numpy", "ndarray") or is_of(loader, "pandas", "DataFrame"):
