@@ -363,6 +363,10 @@ EXAMPLES: dict[str, Function[[Path], object]] = {
     "the training loader is empty": (
         lambda _: trainer(DataLoader(TensorDataset(INPUTS, LABELS), batch_size=9, drop_last=True)).fit()
     ),
+    "model is wrapped in ...; expected the module in it": lambda _: trainer(model=nn.DataParallel(nn.Linear(2, 3))),
+    "the function of the optimizer gets the list of the model's parameters": (
+        lambda _: trainer(optimizer=lambda model: sgd(model.head)).fit()
+    ),
     "directory ... already holds a run": lambda folder: held_back(folder).fit(),
     "does not fit this trainer; nothing was restored": lambda path: held_back(path, model=nn.Linear(2, 5)).fit(resume="auto"),
     "Checkpoint needs a folder": lambda _: trainer(callbacks=[Checkpoint(every="1 epoch")]).fit(),
@@ -374,6 +378,12 @@ EXAMPLES: dict[str, Function[[Path], object]] = {
         lambda _: Trainer(nn.Linear(2, 3), sgd, [(INPUTS, LABELS)], max_epochs=1, progress=False).fit()
     ),
     "supervised(...) expects batches (inputs, targets); got a mapping": lambda _: trainer([{"inputs": INPUTS}]).fit(),
+    "cross_entropy_loss(): argument 'input' ... must be Tensor, not tuple": (
+        lambda _: trainer(loss=lambda net, batch: cross_entropy((net(batch[0]),), batch[1])).fit()  # type: ignore[arg-type]
+    ),
+    "tuple indices must be integers or slices, not tuple": (
+        lambda _: trainer([(INPUTS,)], loss=lambda net, batch: net(batch[:, 0])).fit()
+    ),
     "mat1 and mat2 shapes cannot be multiplied": lambda _: trainer([(torch.ones(8, 5), LABELS)]).fit(),
     "The size of tensor a (4) must match the size of tensor b (8)": (
         lambda _: trainer([(INPUTS, torch.ones(4))], lambda model, batch: (batch[1] - model(batch[0])[:, 0]).sum()).fit()

@@ -6,6 +6,7 @@ import re
 import warnings
 from collections.abc import Callable
 from functools import partial, wraps
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.utils.data import DataLoader
 from torchmetrics.classification import BinaryAccuracy, MulticlassAccuracy
 
 import cadenza
-from cadenza import At, Callback, Run, Trainer, on, supervised
+from cadenza import At, Callback, Image, Loop, Run, Trainer, on, supervised
 from cadenza.callbacks import (
     Checkpoint,
     ClipGradients,
@@ -30,7 +31,8 @@ from cadenza.callbacks import (
     SavePredictions,
     Warmup,
 )
-from cadenza.errors import CheckpointError, DataError
+from cadenza.engine.error_context import described
+from cadenza.errors import CheckpointError, DataError, DirectoryError
 from cadenza.sinks import JsonLines
 from cadenza.testing import tiny_trainer
 
@@ -213,6 +215,39 @@ def into(target: Callable[[Run], Any]) -> None:
     trainer(compute_loss=None, step_fn=step).fit()
 
 
+FIRST: Any = 0
+
+
+def stepping(do: Callable[[Run, Any], Any]) -> None:
+    def step(run: Run, batch: Any) -> Any:
+        run.backward(loss := squared(run.model, batch))
+        do(run, loss)
+
+    trainer(compute_loss=None, step_fn=step).fit()
+
+
+def batches() -> Any:
+    yield from DATA
+
+
+def fitting(loader: Any = DATA, optimizer: Any = None) -> None:
+    made: Any = optimizer or (lambda given: torch.optim.SGD(given, 0.1))
+    Trainer(nn.Linear(4, 1), made, loader, squared, max_epochs=1, progress=False, device="cpu").fit()
+
+
+def left_at_once(*callbacks: Any) -> Loop:
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with cadenza.attach(model, optimizer, progress=False, device="cpu", callbacks=callbacks) as loop:
+        return loop
+
+
+def keeping_late() -> None:
+    loop = left_at_once()
+    for _ in range(2):
+        loop.keep("noise", torch.Generator())
+
+
 @pytest.mark.parametrize(
     ("wrong", "answer"),
     [
@@ -246,11 +281,61 @@ def into(target: Callable[[Run], Any]) -> None:
         ),
         (lambda: several({"generator": nn.Linear(4, 1)}), r"got 1 module\. Give nn\.ModuleDict"),
         (lambda: into(lambda run: run.model), r"expected an optimizer of the run; got Linear.* Give the one of its parameters"),
+        (lambda: stepping(lambda run, loss: run.update(FIRST)), r"got 0\. Write run\.update\(run\.optimizers\[0\]\)"),
+        (lambda: stepping(lambda run, loss: None), r"got 'NoneType'. End the function with `return loss`"),
+        (lambda: trainer(compute_loss=lambda model, batch: 1.5).fit(), r"Return the tensor itself, not loss\.item\(\)"),
+        (lambda: trainer(tokens=lambda batch: batch[0]).fit(), r"tokens=<lambda> must .* got Tensor\(8, 4\)\."),
+        (lambda: fitting(loader=batches), r"got batches\. Pass a DataLoader, or the list of its batches: \[\*batches\(\)\]"),
+        (lambda: Image(torch.zeros(8, 9, 3)), r"got \(8, 9, 3\)\. Write pixels\.permute\(2, 0, 1\)"),
+        (
+            lambda: fitting(optimizer=lambda model: torch.optim.SGD(model.head.parameters(), 0.1)),
+            r"has no 'head'\. Give the list",
+        ),
+        (lambda: import_module("cadenza.loggers"), r"has no attribute 'loggers'\. Add a sink such as Console"),
+        (
+            lambda: left_at_once(LearningRate(lambda one, total: CosineAnnealingLR(one, total))),
+            r"Give attach\(max_steps=\.\.\.\)",
+        ),
+        (lambda: keeping_late(), r"was called twice\. Call it before the loop and not in it"),
     ],
 )
 def test_a_mistake_of_the_first_hour_is_answered(wrong: Any, answer: str) -> None:
-    with pytest.raises((TypeError, ValueError), match=answer):
+    with pytest.raises((TypeError, ValueError, AttributeError, DataError, ImportError), match=answer):
         wrong()
+
+
+def test_a_result_that_is_read_before_its_evaluation_has_a_likely_cure() -> None:
+    read = on(Callback.on_epoch_end)(lambda run: run.history["eval/loss"].clear())
+    with pytest.raises(KeyError, match="nothing was logged as 'eval/loss'") as caught:
+        trainer(Evaluate(DATA), read).fit()
+    assert "likely cure: Evaluate runs after on_epoch_end" in caught.value.__notes__[-1]
+    assert "read results of 'eval' in on_eval_end(run, evaluation)" in caught.value.__notes__[-1]
+    with pytest.raises(KeyError) as caught:
+        trainer(read).fit()
+    assert "likely cure" not in "".join(caught.value.__notes__)
+
+
+def test_a_batch_of_one_tensor_is_shown_as_a_tuple() -> None:
+    assert described((torch.ones(2, 4),)) == "(float32[2, 4],) on cpu"
+
+
+def test_an_interval_longer_than_the_run_is_a_warning_with_its_cure(caplog: pytest.LogCaptureFixture) -> None:
+    trainer(LogTraining("99 steps"), Evaluate(DATA, every="99 steps")).fit()
+    cure = "the run ends after 20 steps. Give it a shorter interval, or an earlier point"
+    assert f"Evaluate (every 99 steps) never fires in this run: {cure}" in caplog.text
+    assert f"never fires in this run: {cure.replace('. ', '. It logs nothing, such as train/loss. ')}" in caplog.text
+
+
+def test_a_run_that_left_no_checkpoint_is_started_anew_and_not_continued(tmp_path: Path) -> None:
+    trainer(directory=tmp_path).fit()
+    with pytest.raises(DirectoryError, match=r"It has no checkpoint to continue from: start it anew with fit\(resume='auto'\)"):
+        trainer(directory=tmp_path).fit()
+
+
+def test_a_limit_below_the_end_of_the_run_says_above_which(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for epochs in (3, 1):
+        trainer(Checkpoint(), max_epochs=epochs, directory=tmp_path).fit(resume="auto")
+    assert "To continue, increase max_epochs=1 to more than 3" in caplog.text
 
 
 def test_a_loss_function_with_its_arguments_in_another_order_has_a_likely_cure() -> None:
@@ -289,6 +374,11 @@ def stop_wrongly(run: Any) -> None:
     run.stop()
 
 
+class Doubled(nn.Linear):
+    def forward(self, inputs: torch.Tensor) -> Any:
+        return super().forward(inputs), inputs
+
+
 class Lightning(nn.Linear):
     def training_step(self, batch: Any, index: int) -> Any: ...
 
@@ -317,6 +407,14 @@ class Lightning(nn.Linear):
         (
             lambda: classified(CLASSES, compute_loss=steps_itself),
             r"if compute_loss calls optimizer\.step\(\), remove that line",
+        ),
+        (
+            lambda: classified(CLASSES, model=Doubled(4, 3)),
+            r"the model returned a tuple, .* as in loss_fn\(model\(inputs\)\[0\], targets\)",
+        ),
+        (
+            lambda: classified([(torch.ones(2, 4),)], compute_loss=lambda model, batch: model(batch[:, 1])),
+            r"unpack it first, .* of a single tensor \(ids,\) = batch",
         ),
     ],
 )

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, OneCycleLR, ReduceLROnPlateau, SequentialLR
 from torchmetrics import MeanAbsoluteError, MetricCollection, R2Score
 
-from cadenza import Callback, Run, Trainer, on
+from cadenza import Callback, Run, Trainer, on, supervised
 from cadenza.callbacks import (
     BestWeights,
     Checkpoint,
@@ -317,3 +317,58 @@ def test_without_a_seed_a_list_of_batches_trains_as_the_loop_by_hand() -> None:
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     Trainer(model, optimizer, DATA, noisy, max_epochs=1, progress=False, device="cpu").fit()
     assert torch.equal(model.weight, by_hand.weight)
+
+
+@pytest.mark.parametrize("wrap", [nn.DataParallel, lambda model: nn.ModuleList([model, nn.DataParallel(nn.Linear(4, 1))])])
+def test_a_model_in_a_wrapper_for_several_devices_is_an_error(wrap: Any) -> None:
+    model = wrap(nn.Linear(4, 1))
+    with pytest.raises(TypeError, match=r"wrapped in DataParallel; .*DistributedSampler.*driver=\"ddp\""):
+        Trainer(model, torch.optim.SGD(model.parameters(), 0.1), DATA, squared, max_epochs=1)
+
+
+@pytest.mark.parametrize("way", ["fit", "steps", "step_fn"])
+def test_a_parameter_of_two_optimizers_is_a_warning_unless_a_step_fn_updates_them(
+    way: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = nn.Linear(4, 1)
+    optimizers = [torch.optim.SGD(model.parameters(), 0.01), torch.optim.SGD([model.bias], 0.01)]
+    made: dict[str, Any] = {"step_fn": stepped} if way == "step_fn" else {"compute_loss": squared}
+    made |= {"max_epochs": 1, "progress": False, "device": "cpu"}
+    given = Trainer(model, optimizers, DATA, **made)
+    if way == "steps":
+        for step in given.steps():
+            for batch in step:
+                step.backward(squared(model, batch))
+    else:
+        given.fit()
+    said = "two optimizers hold 1 parameter, so each step updates it twice: bias. Give each parameter to one optimizer"
+    assert caplog.text.count(said) == (way != "step_fn")
+
+
+def stepped(run: Run, batch: Any) -> Any:
+    loss = squared(run.model, batch)
+    run.backward(loss)
+    run.update()
+    return loss
+
+
+@pytest.mark.parametrize("every", ["1 step", "1 epoch"])
+def test_a_schedule_that_a_hook_steps_too_is_an_error(every: Any, tmp_path: Path) -> None:
+    rates = LearningRate(lambda one: CosineAnnealingLR(one, 60), every)
+    twice = on(Callback.on_epoch_start, at=2)(lambda run: rates.scheduler.step())  # type: ignore[union-attr]
+    trainer(rates, Checkpoint("5 steps"), max_epochs=1, directory=tmp_path).fit()
+    trainer(rates, Checkpoint("5 steps"), max_epochs=2, directory=tmp_path).fit(resume="auto")
+    with pytest.raises(RuntimeError, match=r"stepped by a hook or step_fn too. Remove scheduler.step\(\) from"):
+        trainer(rates, twice, max_epochs=3).fit()
+
+
+def test_another_loss_in_a_run_that_continues_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trainer(Checkpoint(), directory=tmp_path).fit()
+    trainer(Checkpoint(), directory=tmp_path, max_epochs=2).fit(resume="auto")
+    assert "compute_loss" not in caplog.text
+    mean = supervised(nn.L1Loss())
+    trainer(Checkpoint(), compute_loss=mean, directory=tmp_path, max_epochs=3).fit(resume="auto")
+    assert caplog.text.count("- compute_loss: squared; + compute_loss: supervised(L1Loss())") == 1
+    caplog.clear()
+    trainer(Checkpoint(), directory=tmp_path, max_epochs=3).fit(resume="auto")
+    assert "other arguments, which changed nothing: compute_loss supervised(L1Loss()) -> squared" in caplog.text

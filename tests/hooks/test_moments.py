@@ -59,6 +59,7 @@ def yielding(self: Callback, run: Run) -> Iterator[int]:
 
 CAN_ONLY_BE_WRONG: list[tuple[str, Any, str]] = [  # names of parameters
     ("on_epoch_end", lambda self, epoch, logs=0: None, r"'epoch' would get the run\..*The epoch is run\.progress\.epoch"),
+    ("on_epoch_end", lambda self, run, epoch=None, logs=None: None, r"'epoch' would always be None\. Expected \(self, run\)"),
     ("on_epoch_end", lambda self, trainer: None, r"'trainer' would get the run"),
     ("on_step_end", lambda self, state: None, r"'state' would get the run"),
     ("on_step_end", lambda self, args, state, control, **kwargs: None, r"expected \(self, run\), .*run\.stop\(reason\)"),

@@ -132,7 +132,8 @@ def test_a_directory_that_holds_a_finished_run_is_refused_and_left_alone(tmp_pat
     trainer.fit()
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
     with pytest.raises(
-        DirectoryError, match=r"already holds a run that finished at .*nothing is overwritten\. Continue it with fit"
+        DirectoryError,
+        match=r"already holds a run that finished at .*nothing is overwritten\. It has no checkpoint .* with fit",
     ):
         trainer.fit()
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before

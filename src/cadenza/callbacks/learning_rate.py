@@ -262,7 +262,7 @@ class LearningRate(Callback, SetsRates, Compared):
             )
         if self.unit == "token":
             check_can_go_to(made)
-        self.scheduler = made
+        self.scheduler, self._count = made, getattr(made, "_step_count", None)
 
     def on_fit_start(self, run: Run) -> None:
         if self.monitor is not None:
@@ -374,9 +374,10 @@ class LearningRate(Callback, SetsRates, Compared):
 
     def _step(self, run: Run) -> None:
         assert self.scheduler is not None, "on_setup comes first"
-        if getattr(self.scheduler, "_step_count", None) != self._count and session_of(run).loop is not Loops.FIT:
+        if getattr(self.scheduler, "_step_count", None) != self._count:
+            other = "a hook or step_fn" if session_of(run).loop is Loops.FIT else "the loop"
             raise RuntimeError(
-                "the scheduler of LearningRate was stepped by the loop too. Remove scheduler.step() from the loop: "
+                f"the scheduler of LearningRate was stepped by {other} too. Remove scheduler.step() from {other}: "
                 f"LearningRate steps it after each {'epoch' if self.unit == 'epoch' else 'update'}."
             )
         if self.unit == "token":
@@ -426,6 +427,7 @@ class LearningRate(Callback, SetsRates, Compared):
         present = self.scheduler.state_dict()
         taken = {name: present[name] for name in self._override if name in self.made_with and name in present}
         self.scheduler.load_state_dict(with_kinds({**state["scheduler"], **taken}, present))
+        self._count = getattr(self.scheduler, "_step_count", None)
 
 
 # -- schedulers ---------------------------------------------------------------------------------------

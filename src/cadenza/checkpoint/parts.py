@@ -104,7 +104,8 @@ def _callbacks(to: Target, states: Mapping[str, Any]) -> None:
     gone = [state for state in states if state not in callbacks]
     fresh = [name for name, callback in callbacks.items() if name not in states and callback.state_dict()]
     if gone or fresh:
-        text = f"state of callbacks does not fit: saved but not in the list {gone}; in the list but not saved {fresh}"
+        parts = [f"saved but not in the list {gone}"] * bool(gone) + [f"in the list but not saved {fresh}"] * bool(fresh)
+        text = f"state of callbacks does not fit: {'; '.join(parts)}"
         if to.strict:
             raise CheckpointMismatchError(f"{text}. Give the same callbacks under the same names, or strict=False.")
         to.session.warn(text)

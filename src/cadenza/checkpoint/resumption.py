@@ -108,7 +108,11 @@ def as_it_ended(session: Session, directory: RunDirectory | None, start: Start) 
 
 def _how_to_continue(progress: Progress) -> str:
     done = {"max_epochs": progress.epoch, "max_steps": progress.step, "max_tokens": progress.tokens}
-    reached = [f"{name}={most}" for name, most in limits_of(progress).items() if most is not None and done[name] >= most]
+    reached = [
+        f"{name}={most}" + (f" to more than {done[name]}" if done[name] > most else "")
+        for name, most in limits_of(progress).items()
+        if most is not None and done[name] >= most
+    ]
     return (
         f". To continue, increase {' and '.join(reached)}" if reached else f'. fit(resume="{LAST}") continues where it stopped'
     )
@@ -184,7 +188,11 @@ def _tell_lost_records(session: Session, lost: int, checkpoint: str) -> None:
 def _tell_plan_changes(session: Session, directory: RunDirectory | None) -> None:
     """Record how the plan differs from the plan of the run so far. Every rank must call this."""
     plans = None if directory is None else directory.plans
-    changes: list[str] = session.driver.broadcast(plan_changes(*plans) if plans else [])
+    changes: list[str] = plan_changes(*plans) if plans else []
+    before, now = ((directory and directory.previous) or {}).get("arguments"), session.arguments.get("compute_loss")
+    if isinstance(before, Mapping) and (loss := before.get("compute_loss", now)) != now:
+        changes += [f"- compute_loss: {loss}", f"+ compute_loss: {now}"]
+    changes = session.driver.broadcast(changes)
     if changes:
         told = f"since the run so far: {'; '.join(changes)}"
         session.decide("plan changed", told, who="the trainer", data={"changes": changes})

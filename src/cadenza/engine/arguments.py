@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
@@ -85,6 +86,12 @@ def check_parts(model: object, optimizer: object, loader: object, compute_loss: 
     """Raise `TypeError` or `ValueError` for an argument of the wrong kind."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, or a function without arguments that makes one; got {_models(model)}")
+    for part in (model, *model.children()):  # cadenza.attach takes several
+        if isinstance(part, DataParallel | DistributedDataParallel):
+            raise TypeError(
+                f"model is wrapped in {type(part).__name__}; expected the module in it. Remove the wrapper, and a "
+                'DistributedSampler of the loader. Trainer(driver="ddp") wraps the model and shards the data.'
+            )
     if isinstance(optimizer, str) or not (callable(optimizer) or isinstance(optimizer, Optimizer | Sequence)):
         raise TypeError(
             f"optimizer must be an optimizer, a list of them, or a function of the parameters; got {optimizer!r}. Give one of "

@@ -272,7 +272,7 @@ class _Trace:
         if self.function and self.what:
             lines += self._shapes() + self._samples()
         self.scene.together = self.session.driver.tensor_parallel
-        cure = cure_of(self.error, self.scene) or self._without_compute_loss()
+        cure = cure_of(self.error, self.scene) or self._without_compute_loss() or self._without_result()
         if is_out_of_memory(self.error):
             optimizers = {type(optimizer).__name__: optimizer for optimizer in self.session.optimizers}
             lines.append(f"memory: {memory_held(self.session.module, optimizers, self.session.hooks.callbacks)}")
@@ -294,6 +294,14 @@ class _Trace:
         else:
             return ""
         return f"the trainer has no compute_loss, so the model gets the whole batch and must return its loss. Give {give}"
+
+    def _without_result(self) -> str:
+        """Return the cure if a hook reads a result before the first evaluation of that name."""
+        history, run = self.session.metrics.history, self.session.run
+        found = re.search(r"nothing was logged as '(.+)/", str(self.error))
+        if found is None or found[1] not in run.evaluations or any(name.startswith(f"{found[1]}/") for name in history):
+            return ""
+        return f"Evaluate runs after on_epoch_end and on_step_end: read results of {found[1]!r} in on_eval_end(run, evaluation)"
 
     def _when(self) -> str:
         progress, driver = self.session.progress, self.session.driver
@@ -356,6 +364,7 @@ def _described(value: Any, depth: int, *, mixed: bool) -> str:
     parts = [f"{name}{_described(part, depth + 1, mixed=mixed)}" for name, part in named[:_SHOWN]]
     parts += [f"... ({len(named)} in all)"] if len(named) > _SHOWN else []
     left, right = "{}" if not isinstance(value, Sequence) else "[]" if isinstance(value, list) else "()"
+    right = f",{right}" if isinstance(value, tuple) and len(named) == 1 else right
     return f"{left}{', '.join(parts)}{right}"
 
 

@@ -177,7 +177,7 @@ def counted_tokens(count: Callable[[Any], int], batch: Any) -> int:
     number = whole_count(counted := count(batch))
     if number is None:
         raise DataError(
-            f"tokens={count!r} must return a whole number of at least 0, on the host; got {counted!r}. It is "
+            f"tokens={brief(count)} must return a whole number of at least 0, on the host; got {brief(counted)}. It is "
             "called with the batch as the loader yields it. Return a shape, such as batch['input_ids'].numel(), or "
             "int((labels != -100).sum())."
         )

@@ -242,9 +242,15 @@ def doubts(session: Session, walk: Walk) -> Iterator[str]:
             f"accumulate={session.accumulate} is more than the {counted(batches, 'batch')} of an epoch: each step is one short "
             "accumulation window"
         )
-    held = {id(parameter) for parameter in parameters_of(session.optimizers)}
+    held = Counter(map(id, parameters_of(session.optimizers)))
+    if session.step_fn is None and (shared := [name for name, value in walk.parameters.items() if held[id(value)] > 1]):
+        them = "it" if len(shared) == 1 else "them"
+        yield (
+            f"two optimizers hold {counted(len(shared), 'parameter')}, so each step updates {them} twice: {few(shared)}. Give "
+            "each parameter to one optimizer, or update the optimizers in turn in a step_fn."
+        )
     left = [name for name, value in walk.parameters.items() if value.requires_grad and id(value) not in held]
-    yield from session.extra_parameters.doubts(held, walk.parameters.values())
+    yield from session.extra_parameters.doubts({*held}, walk.parameters.values())
     yield from session.module_flags.doubts(walk.modules, held)
     if left:
         yield (

@@ -43,7 +43,9 @@ def check_schedules(session: Session) -> None:
     for reason in useless_changes(session.accumulate, session.progress, session.hooks.callbacks.values()):
         session.warn(reason)
     for who, reason in never(session.hooks, session.progress, session.accumulate):
-        session.warn(f"{who} never fires in this run: {reason}")
+        logs = " It logs nothing, such as train/loss." if who.startswith("LogTraining") else ""
+        cure = f".{logs} Give it a shorter interval, or an earlier point" if reason.startswith("the run ends") else ""
+        session.warn(f"{who} never fires in this run: {reason}{cure}")
     if session.progress.max_tokens is not None:
         session.acts.after_step(partial(_warn_of_tokens, session))
 

@@ -105,6 +105,9 @@ class Verbs:
                     raise TypeError(
                         f"expected an optimizer of the run; got {brief(optimizer)}. Give the one of its parameters."
                     )
+                if isinstance(optimizer, int):
+                    index = f"run.optimizers[{optimizer}]"
+                    raise ValueError(f"expected an optimizer of the run; got {optimizer}. Write {self.name}.update({index}).")
                 raise ValueError(
                     f"expected optimizers of the run; got {brief(optimizer)}, which no checkpoint would hold. Give all "
                     f"optimizers to Trainer(...) or attach(...); pass several as {self.name}.update(first, second)."

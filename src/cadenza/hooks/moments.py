@@ -448,6 +448,11 @@ def check_call(function: Callable[..., Any], wanted: list[str], problem: str) ->
         if hasattr(function, "__wrapped__"):
             advice += f" If its decorator gives other arguments, write the parameters ({expected}) in the decorator's function."
         raise MomentError(f"{problem}: expected ({expected}), got {signature}.{advice}") from None
+    for name, parameter in signature.parameters.items():
+        if name in PARAMETERS and name not in bound.arguments and parameter.default is None:
+            raise MomentError(
+                f"{problem}: {name!r} would always be None. Expected ({expected}), got {signature}.{_habit(signature)}"
+            )
     for name, gets in bound.arguments.items():
         if not isinstance(gets, str) or name == gets:  # a tuple for *arguments
             continue

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from inspect import isgeneratorfunction
 from itertools import islice
 from typing import Any
 
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data._utils import signal_handling
+
+from cadenza.status.reprs import brief
 
 
 class Limited:
@@ -120,7 +123,8 @@ def check_loader(loader: object, what: str, *, again: bool = False) -> None:
     if isinstance(loader, DataLoader):
         return
     if isinstance(loader, type) or (not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__")):
-        raise TypeError(f"{what} must be an iterable of batches; got {loader!r}. Pass a DataLoader.")
+        instead = f", or the list of its batches: [*{brief(loader)}()]" if isgeneratorfunction(loader) else ""
+        raise TypeError(f"{what} must be an iterable of batches; got {brief(loader)}. Pass a DataLoader{instead}.")
     if isinstance(loader, str | bytes | Mapping | nn.Module):
         raise TypeError(f"{what} must be an iterable of batches; got a {type(loader).__name__}. Pass a DataLoader.")
     if isinstance(loader, Tensor) or is_of(loader, "numpy", "ndarray") or is_of(loader, "pandas", "DataFrame"):

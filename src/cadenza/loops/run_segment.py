@@ -251,7 +251,9 @@ def plain(trainer: Any, names: Iterable[str]) -> dict[str, Any]:
 def described(trainer: Any, elements: int, names: Iterable[str], optimizers: Iterable[Optimizer]) -> dict[str, Any]:
     """Return all arguments of a trainer as plain data: of the model its class and size, of the optimizers their settings."""
     model = f"{type(trainer.model).__name__}, {elements} parameters"
-    return {"model": model, "optimizer": [*map(updates.described, optimizers)], **plain(trainer, names), **trainer._facts}
+    optimizer = [*map(updates.described, optimizers)]
+    loss = {} if trainer.step_fn is not None else {"compute_loss": brief(trainer.compute_loss)}
+    return {"model": model, "optimizer": optimizer, **loss, **plain(trainer, names), **trainer._facts}
 
 
 def _frozen_modes(model: nn.Module, optimizers: Iterable[Optimizer]) -> Iterator[str]:

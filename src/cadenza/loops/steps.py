@@ -355,7 +355,8 @@ class Kept(Callback):
         pair = _pair_of(self._call(name), name, held)
         if name in self._pairs:
             raise ValueError(
-                f"{self._call(name)} was called twice. Call it once for each object, before the loop; each needs its own name."
+                f"{self._call(name)} was called twice. Call it before the loop and not in it, once for each object; each needs "
+                "its own name."
             )
         self._pairs[name] = pair
         self.held.append(held)

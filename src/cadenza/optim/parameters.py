@@ -52,6 +52,16 @@ class ModelParameters(list[nn.Parameter]):
         self.names: list[str] = [plain_name(name) for name in named]
         """The name of each parameter, as in ``model.named_parameters()``."""
 
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            raise AttributeError(
+                f"the function of the optimizer gets the list of the model's parameters, which has no {name!r}. Give the list "
+                "to the optimizer, choose parameters with its split(...), or make the optimizer before the trainer.",
+                name=name,
+                obj=self,
+            )
+
     def split(self, condition: Callable[[str, nn.Parameter], bool]) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
         """Return the parameters for which ``condition(name, parameter)`` is true, and the others."""
         chosen: list[nn.Parameter] = []

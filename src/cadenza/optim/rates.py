@@ -185,6 +185,8 @@ def why_unknown(limits: Progress, unit: RunUnit) -> str:
             f"with max_tokens={limits.max_tokens} it ends when they are reached, and how many a step has is not known. Give "
             f"Trainer{alone} {limit}= instead."
         )
+    if not limits.has_epochs:
+        return "a loop of cadenza.attach ends where it is left. Give attach(max_steps=...)."
     silent = "its loader does not say how many batches it has (no __len__), and"
     if limits.max_epochs is None or limits.max_steps is None:
         return f"{silent} {limit}= is not given. Give Trainer one of the two."

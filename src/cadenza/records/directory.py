@@ -344,9 +344,11 @@ def _check_fields(info: Mapping[str, Any]) -> None:
 def _taken(path: Path, info: Mapping[str, Any]) -> str:
     outcome = info.get("outcome")
     state = f"a run that {outcome['kind']} at {info['ended']}" if outcome else f"a run started at {info['started']}"
+    saved = (path / "checkpoints").exists() or info.get("checkpoints")
+    again = "Continue it with" if saved else "It has no checkpoint to continue from: start it anew with"
     return (
-        f"directory {str(path)!r} already holds {state}, and nothing is overwritten. Continue it with fit(resume='auto'), give "
-        "another directory=, or move this one away."
+        f"directory {str(path)!r} already holds {state}, and nothing is overwritten. {again} fit(resume='auto'), give another "
+        "directory=, or move this one away."
     )
 
 

@@ -37,7 +37,8 @@ class Image(Media):
 
     def __post_init__(self) -> None:
         if self.pixels.ndim != 3 or self.pixels.shape[0] not in (1, 3, 4):
-            raise ValueError(f"an Image has shape (C, H, W) with C of 1, 3 or 4; got {tuple(self.pixels.shape)}")
+            turn = ". Write pixels.permute(2, 0, 1)" if self.pixels.ndim == 3 and self.pixels.shape[2] in (1, 3, 4) else ""
+            raise ValueError(f"an Image has shape (C, H, W) with C of 1, 3 or 4; got {tuple(self.pixels.shape)}{turn}")
         object.__setattr__(self, "pixels", _copied(self.pixels))
 
 

@@ -47,8 +47,10 @@ class Outputs(dict[str, Any]):
         self.update(parts_of(result))
         if not super().__contains__("loss"):
             came = f"a mapping with {list(self)}" if isinstance(result, Mapping) else repr(type(result).__name__)
+            hint = {float: ". Return the tensor itself, not loss.item()", type(None): ". End the function with `return loss`"}
             raise LossError(
                 f"{by} the loss as a tensor of shape (), a mapping with the key 'loss', or an object with a .loss; got {came}"
+                f"{hint.get(type(result), '')}"
             )
         self["loss"] = scalar(self["loss"])
 

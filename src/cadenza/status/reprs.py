@@ -24,7 +24,7 @@ class _Brief(reprlib.Repr):
     def repr_instance(self, x: Any, level: int) -> str:
         torch = sys.modules.get("torch")  # commands that read directories work without it
         if torch is not None and isinstance(x, torch.Tensor):
-            return f"Tensor{tuple(x.shape)}"
+            return f"Tensor{tuple(x.shape)}" if x.ndim else "Tensor of shape ()"
         if torch is not None and isinstance(x, torch.nn.Module):
             return type(x).__name__
         if isinstance(x, PurePath):
