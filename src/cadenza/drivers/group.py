@@ -293,7 +293,10 @@ class GroupDriver(Driver):
 
     def aside(self) -> Meeting:
         # Through the store: another group would connect each rank with each, and gloo closes a group in which a rank is late.
-        name = f"cadenza/meetings/{next(self._shared('meetings', count))}"
+        meetings = _SHARED.setdefault(dist.group.WORLD, {}).setdefault(
+            ((), "meetings"), count()
+        )  # their last keys stay in the store
+        name = f"cadenza/meetings/{next(meetings)}"
         if (store := self._own_store("save")) is None:
             return self.meeting
         watch = None if (posts := self._failure.posts) is None else posts.watch
