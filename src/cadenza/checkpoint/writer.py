@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import proxy
 
+import torch
+
 from cadenza.checkpoint import snapshot
 from cadenza.checkpoint.retention import Member, Retention
 from cadenza.checkpoint.store import Content, Saved, Store
@@ -133,9 +135,9 @@ class CheckpointWriter:
         asking = {*(names or self.names), *self._asked}
         self._asked = {}
         there = self._saved_at == session.progress.now() and session.cursor.at_boundary and not self.retention.pending
-        blocked = bool(session.blocks.open)
+        blocked, broken = self._on_any_rank(bool(session.blocks.open), self.attempts.meeting.is_broken())
         if session.sync.together:  # only the main process knows whether a write has failed
-            there, blocked = session.driver.broadcast(there), session.driver.any_rank(blocked)
+            there = session.driver.broadcast(there)
         if there:
             self._join(asking)
             return
@@ -149,7 +151,7 @@ class CheckpointWriter:
             return
         with session.progress.aside(), session.hooks.timed("saving"):
             try:
-                self._save(reason, asking)
+                self._save(reason, asking, broken=broken)
             except BaseException:
                 self.attempts.meeting.leave()  # other ranks may wait for the part of this rank in the save
                 raise
@@ -176,10 +178,24 @@ class CheckpointWriter:
             self.attempts.stop()
             if self._together and self.session.sync.broken:
                 self.attempts.meeting.leave()  # others may wait for the part of this rank in a save that it did not begin
+            broken, written = self._on_any_rank(self.attempts.meeting.is_broken(), self.attempts.failed is None)
+            if broken and not written:
+                self._meet_anew()
             if self.attempts.failed is not None and (self.session.sync.together or not self.attempts.failed.together):
                 self.attempts.finish()
             self.take_results()
             self.attempts.buffers.take_back(())
+
+    def _on_any_rank(self, *flags: bool) -> list[bool]:
+        """Return which flags are true on any rank. Every rank must call this."""
+        if not self.session.sync.together:
+            return [*flags]
+        return list(map(bool, self.session.driver.reduce(torch.tensor(flags).int(), "max").tolist()))
+
+    def _meet_anew(self) -> None:
+        """Replace a meeting that failed because a rank was late. Every rank must call this, while nothing is being written."""
+        if self._together and self.session.sync.together:
+            self.attempts.meeting = self.session.driver.aside()
 
     def report_best(self) -> None:
         """Record the best checkpoints as a decision, at the end of a run: their values, steps and paths."""
@@ -287,12 +303,14 @@ class CheckpointWriter:
             waits = all(other.silent for other in others)
         return bool(session.driver.broadcast(waits)) if session.sync.together else waits
 
-    def _save(self, reason: str, asking: Collection[str]) -> None:
+    def _save(self, reason: str, asking: Collection[str], *, broken: bool) -> None:
         session, retention = self.session, self.retention
         self._postponed_at = None
         if self.attempts.busy:
             session.decide("waited", "the last checkpoint is still being written", who=", ".join(sorted(asking)))
         self.attempts.stop()  # the save that begins is newer
+        if broken:
+            self._meet_anew()
         self.take_results()
         if session.sync.together:  # all ranks compare, also if the rest of the save fails on one
             session.acts.after_next_step(snapshot.Digest(session).compare)

@@ -92,7 +92,7 @@ def outwards(frame: FrameType | None) -> Iterator[FrameType]:
 
 def _loads(frame: FrameType) -> bool:
     """Return whether a frame takes a batch: of the training, or of any loader."""
-    room = frame.f_globals.get("__name__", "")
+    room: str = frame.f_globals.get("__name__", "")
     if room == "cadenza.engine.loop":
         return frame.f_code.co_name == "fetch"
     return room.startswith(_LOADING) and room != _NO_LOADING
