@@ -336,6 +336,7 @@ def test_saves_succeed_again_after_a_rank_was_paused_in_one(late_at: int, tmp_pa
                 let_go = f"until [ -e {failed} ]; do sleep 0.05; done; kill -CONT {os.getpid()}"
                 subprocess.Popen(["sh", "-c", let_go])
                 os.kill(os.getpid(), signal.SIGSTOP)
+                until(failed.exists)  # the signal may stop this thread a little later
             return write(self, path, *arguments, **named)
 
         def attempt_of_main(self: Attempts, save: Save) -> bool:

@@ -14,8 +14,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import proxy
 
-import torch
-
 from cadenza.checkpoint import snapshot
 from cadenza.checkpoint.retention import Member, Retention
 from cadenza.checkpoint.store import Content, Saved, Store
@@ -135,9 +133,9 @@ class CheckpointWriter:
         asking = {*(names or self.names), *self._asked}
         self._asked = {}
         there = self._saved_at == session.progress.now() and session.cursor.at_boundary and not self.retention.pending
-        blocked, broken = self._on_any_rank(bool(session.blocks.open), self.attempts.meeting.is_broken())
+        blocked = bool(session.blocks.open)
         if session.sync.together:  # only the main process knows whether a write has failed
-            there = session.driver.broadcast(there)
+            there, blocked = session.driver.broadcast(there), session.driver.any_rank(blocked)
         if there:
             self._join(asking)
             return
@@ -151,7 +149,7 @@ class CheckpointWriter:
             return
         with session.progress.aside(), session.hooks.timed("saving"):
             try:
-                self._save(reason, asking, broken=broken)
+                self._save(reason, asking)
             except BaseException:
                 self.attempts.meeting.leave()  # other ranks may wait for the part of this rank in the save
                 raise
@@ -175,27 +173,22 @@ class CheckpointWriter:
         if not self._begun:
             return
         with self.session.progress.aside(), self.session.hooks.timed("saving"):
-            self.attempts.stop()
+            self._stop()
             if self._together and self.session.sync.broken:
                 self.attempts.meeting.leave()  # others may wait for the part of this rank in a save that it did not begin
-            broken, written = self._on_any_rank(self.attempts.meeting.is_broken(), self.attempts.failed is None)
-            if broken and not written:
-                self._meet_anew()
-            if self.attempts.failed is not None and (self.session.sync.together or not self.attempts.failed.together):
+            together, failed = self._together and self.session.sync.together, self.attempts.failed
+            repeats = self.session.driver.least(failed is not None) if together else failed is not None and not failed.together
+            if repeats:
                 self.attempts.finish()
             self.take_results()
             self.attempts.buffers.take_back(())
 
-    def _on_any_rank(self, *flags: bool) -> list[bool]:
-        """Return which flags are true on any rank. Every rank must call this."""
-        if not self.session.sync.together:
-            return [*flags]
-        return list(map(bool, self.session.driver.reduce(torch.tensor(flags).int(), "max").tolist()))
-
-    def _meet_anew(self) -> None:
-        """Replace a meeting that failed because a rank was late. Every rank must call this, while nothing is being written."""
-        if self._together and self.session.sync.together:
-            self.attempts.meeting = self.session.driver.aside()
+    def _stop(self) -> None:
+        """End the write under way. If a rank was late in it, the ranks meet anew. Every rank must call this."""
+        self.attempts.stop()
+        driver, meeting = self.session.driver, self.attempts.meeting
+        if self._together and self.session.sync.together and driver.any_rank(meeting.is_broken()):
+            self.attempts.meeting = driver.aside()
 
     def report_best(self) -> None:
         """Record the best checkpoints as a decision, at the end of a run: their values, steps and paths."""
@@ -303,14 +296,12 @@ class CheckpointWriter:
             waits = all(other.silent for other in others)
         return bool(session.driver.broadcast(waits)) if session.sync.together else waits
 
-    def _save(self, reason: str, asking: Collection[str], *, broken: bool) -> None:
+    def _save(self, reason: str, asking: Collection[str]) -> None:
         session, retention = self.session, self.retention
         self._postponed_at = None
         if self.attempts.busy:
             session.decide("waited", "the last checkpoint is still being written", who=", ".join(sorted(asking)))
-        self.attempts.stop()  # the save that begins is newer
-        if broken:
-            self._meet_anew()
+        self._stop()  # the save that begins is newer
         self.take_results()
         if session.sync.together:  # all ranks compare, also if the rest of the save fails on one
             session.acts.after_next_step(snapshot.Digest(session).compare)
