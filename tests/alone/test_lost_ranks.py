@@ -268,8 +268,8 @@ def test_a_rank_that_is_killed_while_it_writes_leaves_no_checkpoint_and_the_olde
     def killed() -> None:
         driver, write = sharded(), LocalFiles.write_tensors
 
-        def die(self: LocalFiles, path: str, *arguments: Any) -> Facts:
-            facts = write(self, path, *arguments)
+        def die(self: LocalFiles, path: str, *arguments: Any, **named: Any) -> Facts:
+            facts = write(self, path, *arguments, **named)
             if driver.rank == 1 and "step-00000006" in path and "state" in path:
                 os.kill(os.getpid(), signal.SIGKILL)
             return facts
@@ -302,10 +302,10 @@ def test_a_rank_that_is_killed_in_a_save_is_named_by_those_that_wait_for_its_par
     def killed() -> None:
         write = LocalFiles.write_tensors
 
-        def die(self: LocalFiles, path: str, *arguments: Any) -> Facts:
+        def die(self: LocalFiles, path: str, *arguments: Any, **named: Any) -> Facts:
             if own_rank() == which and f"step-{step:08d}" in path:
                 os.kill(os.getpid(), signal.SIGKILL)
-            return write(self, path, *arguments)
+            return write(self, path, *arguments, **named)
 
         setattr(LocalFiles, "write_tensors", die)  # noqa: B010  # in this process only
         trained(tmp_path / "cut")
