@@ -39,7 +39,7 @@ drivers       2531     17       5
 optim         1334     11       6
 sinks         1133     10       7
 engine        5030     21      11
-checkpoint    3880     16      11
+checkpoint    3874     16      11
 callbacks     3013     29      14
 loops         1084      5      13
 testing        946      6      14
@@ -61,8 +61,8 @@ WINGS = ("compat", "compiled", "parallel", "report", "sources", "steering", "tim
 SUMS = """
 sum                             core   wings
 files                            187     405
-lines                          27892   36610
-words                         196528  248976
+lines                          27886   36610
+words                         196479  248976
 words a line                    7.05    6.81
 data files and long literals     485     825
 modules under 30 lines            10      46
