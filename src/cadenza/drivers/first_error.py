@@ -219,7 +219,7 @@ def culprit(before: Sequence[Post | None], after: Sequence[Post | None], waited_
 
 
 def verdict(before: Sequence[Post | None], after: Sequence[Post | None], waited_s: float | None) -> tuple[str, Sequence[int]]:
-    """Name the ranks that keep the others waiting; return the text, and those ranks whose stack tells more.
+    """Name the ranks that keep the others waiting; return the text, and the ranks of which the stack tells more.
 
     Args:
         before: The last post of each rank.
