@@ -101,7 +101,7 @@ def test_decisions_and_facts_that_cannot_be_are_passed_over(tmp_path: Path) -> N
 @pytest.mark.timeout(120)
 def test_a_pipe_in_the_place_of_a_file_is_told_and_not_waited_for(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text("{}")
-    for name in ("metrics.jsonl", "decisions.jsonl", "profile.json"):
+    for name in ("metrics.jsonl", "decisions.jsonl", "profile.json", "ranks.json"):
         os.mkfifo(tmp_path / name)
         assert any(problem.startswith(f"{name} cannot be read") for problem in story_at(tmp_path).problems)
     (tmp_path / "run.json").unlink()

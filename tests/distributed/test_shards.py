@@ -159,10 +159,10 @@ def test_a_rank_that_cannot_write_is_named_and_nothing_is_committed_on_any_rank(
     def full() -> tuple[list[str], list[str]]:
         driver, write = sharded(), LocalFiles.write_tensors
 
-        def fail(self: LocalFiles, path: str, *arguments: Any) -> Facts:
+        def fail(self: LocalFiles, path: str, *arguments: Any, **named: Any) -> Facts:
             if driver.rank == 1 and "step-00000003" in path:
                 raise OSError(28, "No space left on device")
-            return write(self, path, *arguments)
+            return write(self, path, *arguments, **named)
 
         setattr(LocalFiles, "write_tensors", fail)  # noqa: B010  # in this process only
         run = saving(tmp_path, 7, driver).fit()

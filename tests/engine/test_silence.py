@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from cadenza import Callback, Run, on
-from cadenza.drivers.first_error import Waits
 from cadenza.drivers.group import Tree
+from cadenza.drivers.thread_samples import Waits
 from cadenza.engine.error_context import whereabouts
 from cadenza.engine.rank_sync import Silence
 from cadenza.engine.session import Session, session_of

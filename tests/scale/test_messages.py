@@ -26,8 +26,9 @@ from cadenza.drivers import SingleDriver, group
 from cadenza.drivers.base import Reduction
 from cadenza.drivers.collective_check import Comparison
 from cadenza.drivers.consensus import Meeting, over_store
-from cadenza.drivers.first_error import Post, Posts, Waits, culprit, interval
+from cadenza.drivers.first_error import Post, Posts, culprit, interval
 from cadenza.drivers.group import Tree
+from cadenza.drivers.thread_samples import Waits
 from cadenza.engine.start_checks import check_alike
 from cadenza.errors import DistributedError
 from cadenza.profiling.spans import CallbackTime, PhaseTime, Timings

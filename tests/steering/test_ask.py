@@ -252,6 +252,12 @@ def test_no_torch_and_little_else_is_imported(question: str, finished: Path) -> 
 HOSTILE: dict[str, Any] = {
     "run.json": ["", "[]", "null", "{", "[" * 100_000, '{"outcome": 1, "plan": 2, "arguments": [], "progress": {"step": "x"}}'],
     "metrics.jsonl": ["x\n", "[]\n", '{"step": 1}\n', '{"step": "a", "time": null, "b": {}}\n', "[" * 100_000 + "\n", "\0\n"],
+    "ranks.json": [
+        "[]",
+        '{"ranks": 1}',
+        '{"ranks": "x", "seconds": NaN, "waits_seen": 1, "mean": {}, "slowest": {}}',
+        '{"ranks": 2, "seconds": 1e999, "waits_seen": 1, "mean": {"data": 1, "compute": 0, "wait": 0}, "slowest": []}',
+    ],
     "decisions.jsonl": [
         "x\n",
         "{}\n",

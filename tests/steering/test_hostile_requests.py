@@ -264,9 +264,10 @@ def nested(run: Path, outside: Path) -> None:
     (run / "run.json").write_text("[" * 100_000)
 
 
+FILES = ("metrics.jsonl", "decisions.jsonl", "profile.json", "ranks.json", "media")
 CONTENTS: dict[str, Callable[[Path, Path], None]] = {
-    **{f"a link as {name}": linked(name) for name in ("run.json", "metrics.jsonl", "decisions.jsonl", "profile.json", "media")},
-    **{f"a pipe as {name}": fifo(name) for name in ("metrics.jsonl", "decisions.jsonl", "profile.json", "media")},
+    **{f"a link as {name}": linked(name) for name in ("run.json", *FILES)},
+    **{f"a pipe as {name}": fifo(name) for name in FILES},
     "a run of others by a link": lambda run, outside: (run.parent / "link").symlink_to(outside),
     "a folder as decisions.jsonl": folder("decisions.jsonl"),
     "no JSON": nested,

@@ -298,7 +298,12 @@ class Driver(ABC):
         """Adapt a prepared model to changes of ``requires_grad``. Every rank must call this, between two steps."""
 
     def watched(
-        self, look: Callable[[], Post], also: Callable[[], object] = lambda: None, *, most_s: float = math.inf
+        self,
+        look: Callable[[], Post],
+        also: Callable[[], object] = lambda: None,
+        *,
+        most_s: float = math.inf,
+        summary: Path | None = None,
     ) -> AbstractContextManager[None]:
         """Return a context in which this rank posts where it is, for the messages about a rank that is behind.
 
@@ -306,6 +311,7 @@ class Driver(ABC):
             look: Returns where the training thread is. It is called in another thread, about once a second.
             also: Called in that thread after each post.
             most_s: The longest time between two posts.
+            summary: Where the main process writes which ranks are slow.
         """
         return nullcontext()
 

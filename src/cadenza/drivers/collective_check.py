@@ -15,7 +15,8 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cadenza.drivers.first_error import Post, Posts, Waits
+from cadenza.drivers.first_error import Post, Posts
+from cadenza.drivers.thread_samples import Waits
 from cadenza.errors import DistributedError
 
 TENSORS: Mapping[str, str] = {

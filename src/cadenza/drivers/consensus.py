@@ -46,6 +46,8 @@ class Meeting(NamedTuple):
     """Returns the value of the main process. Every rank must call it."""
     leave: Callable[[], object] = lambda: None
     """Ends the exchanges, after an error on this rank: other ranks that wait for a value of it get an error at once."""
+    is_broken: Callable[[], bool] = lambda: False
+    """Returns whether an exchange has failed, and so will all others."""
 
 
 LEFT = "its run failed, which closed the connection"  # by this term, the error that follows is one of lost contact
@@ -137,7 +139,7 @@ def over_store(
         while sent:
             store.delete_key(sent.pop())
 
-    return Meeting(rank, ranks, partial(call, gather), partial(call, broadcast), leave)
+    return Meeting(rank, ranks, partial(call, gather), partial(call, broadcast), leave, lambda: bool(failures))
 
 
 def _there(store: Any, keys: list[str], wait_s: float) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import math
 import re
@@ -10,33 +9,27 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
-from enum import IntEnum
+from pathlib import Path
 from typing import Any, Self
 
 from torch import distributed as dist
 
+from cadenza.drivers.thread_samples import ThreadSamples, Waits, no_collection
 from cadenza.errors import DistributedError, add_note, notes_of
+from cadenza.status import stragglers
 from cadenza.status.formats import few
 
 EVERY_S = 1.0
 """The time between two posts of a rank, for up to `_RANKS` ranks. For more it is longer in proportion."""
 _RANKS = 256
+_SUMMED = 5  # posts between two summaries of the times of all ranks
 _MISSED, _MISSED_AFTER_LOSS = 20, 3  # posts of a rank that others wait for in a save
 _STACKS, _FRAMES = 2, 16  # that a note shows
 _SAMPLES = 4  # ranks that a message lists
-
-
-class Waits(IntEnum):
-    """Whether the training thread waits for other ranks."""
-
-    NO = 0
-    MAYBE = 1
-    """In a backward pass, which computes and communicates."""
-    YES = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +45,8 @@ class Post:
     """The time that the processor worked for the training thread. It does not grow while a thread waits."""
     number: int = 0
     """Posts are numbered from 1."""
+    times: Sequence[float] = field(default=(0.0, 0.0, 0.0), compare=False)
+    """The seconds in each of `stragglers.PARTS`, since the run began."""
     ended: bool = False
     """Whether the rank has left the run."""
     sent_s: float = field(default=0.0, compare=False)
@@ -72,7 +67,8 @@ class Posts:
     """Posts where this rank is, from a thread of its own, while the block runs. The training thread does nothing for it.
 
     A rank sends one message a second. With more than 256 ranks the interval is longer in proportion, so all ranks together send
-    at most 256 messages a second, each of some 160 bytes, to the store of the process group.
+    at most 256 messages a second, each of some 160 bytes, to the store of the process group. Between two posts, the thread
+    samples what the training thread does.
 
     Args:
         store: A client of the process group's store, for this object alone.
@@ -80,6 +76,8 @@ class Posts:
         look: Returns where the training thread is. It is called in the other thread.
         also: Called in the other thread after each post.
         most_s: The longest time between two posts, for a run that is debugged.
+        waits_seen: That of `ThreadSamples`.
+        summary: Where the main process writes which ranks are slow, at every fifth post and at the end; None: nowhere.
     """
 
     def __init__(
@@ -92,12 +90,15 @@ class Posts:
         also: Callable[[], object] = lambda: None,
         *,
         most_s: float = math.inf,
+        waits_seen: bool = True,
+        summary: Path | None = None,
     ) -> None:
         self.every_s: float = min(interval(ranks), most_s)
         self._store, self._name, self._rank, self._ranks, self._look, self._also = store, name, rank, ranks, look, also
         self._number, self._over, self._began = 0, threading.Event(), time.monotonic()
         self._last, self._held = Post(0, "the start of the run"), False
         self._training, self._unchanged = threading.get_ident(), 0
+        self._samples, self._summary = ThreadSamples(waits_seen=waits_seen), summary if rank == 0 else None
         self._thread = threading.Thread(target=self._work, name="cadenza posts", daemon=True)
 
     def __enter__(self) -> Self:
@@ -113,10 +114,29 @@ class Posts:
             while not self._over.is_set():
                 self._send(self._last if self._held else self._look())
                 self._also()
-                self._over.wait(self.every_s)
+                if self._number % _SUMMED == 0:
+                    self._summarize()
+                self._sample()
             self._send(replace(self._last if self._held else self._look(), ended=True))
+            self._summarize()
         except Exception:  # the store is gone: the training thread sees that the contact is lost, and says so
             return
+
+    def _sample(self) -> None:
+        """Wait for the next post, and take samples on the way."""
+        due_s = time.monotonic() + self.every_s
+        while (left_s := due_s - time.monotonic()) > 0 and not self._over.wait(min(left_s, self._samples.pause_s())):
+            self._samples.take()
+
+    def _summarize(self) -> None:
+        if self._summary is None:
+            return
+        posts = [(0.0, 0.0, 0.0) if post is None else post.times for post in self.read()]
+        content = json.dumps(stragglers.summary(posts, waits_seen=self._samples.waits_seen))
+        new = self._summary.with_name(f"{self._summary.name}.new")
+        with suppress(OSError):  # a full disk, of which the records warn
+            new.write_text(content + "\n", encoding="utf-8")
+            new.replace(self._summary)
 
     def hold(self) -> None:
         """Post from now on where this rank was last: it waited for another one, and has received an error instead."""
@@ -130,10 +150,13 @@ class Posts:
             self._last = post
             if self._unchanged > 1 and self._unchanged.bit_count() == 1:  # the 2nd time, the 4th, ...: few for a long step
                 self._store.set(f"{self._name}/{self._rank}/stack", stack_of(self._training))
-        self._store.set(f"{self._name}/{self._rank}", json.dumps(asdict(self._dated(post))))
+        self._store.set(f"{self._name}/{self._rank}", json.dumps(self._dated(post)))
 
-    def _dated(self, post: Post) -> Post:
-        return replace(post, number=self._number, sent_s=round(time.monotonic() - self._began, 1))
+    def _dated(self, post: Post) -> dict[str, Any]:
+        times = [round(seconds, 1) for seconds in self._samples.seconds]
+        fields = asdict(replace(post, number=self._number, times=times, sent_s=round(time.monotonic() - self._began, 1)))
+        del fields["age_s"]
+        return fields
 
     def watch(self) -> tuple[float, Callable[[Sequence[int]], list[int]]]:
         """Return the time between two looks at the posts of others, and a function that looks and returns who posts no more.
@@ -258,23 +281,6 @@ def _positions(posts: dict[int, Post]) -> str:
 def _post(content: bytes, now_s: float) -> Post:
     fields: dict[str, Any] = json.loads(content)
     return Post(**fields | {"waits": Waits(fields["waits"]), "age_s": max(0.0, now_s - fields["sent_s"])})
-
-
-@contextmanager
-def no_collection() -> Iterator[None]:
-    """Collect no garbage while the frames of another thread are read.
-
-    Python 3.11 collects inside the call that makes the object of a frame. If what it destroys lets the other thread go on, the
-    frame may be gone when the call continues, and the process crashes. From Python 3.12 on, nothing is collected there.
-    """
-    off = sys.version_info < (3, 12) and gc.isenabled()
-    if off:
-        gc.disable()
-    try:
-        yield
-    finally:
-        if off:
-            gc.enable()
 
 
 def stack_of(thread: int) -> str:

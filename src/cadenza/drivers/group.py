@@ -355,14 +355,20 @@ class GroupDriver(Driver):
 
     @contextmanager
     def watched(
-        self, look: Callable[[], Post], also: Callable[[], object] = lambda: None, *, most_s: float = math.inf
+        self,
+        look: Callable[[], Post],
+        also: Callable[[], object] = lambda: None,
+        *,
+        most_s: float = math.inf,
+        summary: Path | None = None,
     ) -> Iterator[None]:
         if self.world_size == 1 or self._failure.posts is not None or (store := self._own_store()) is None:
             yield  # an evaluation in a callback is a part of the run
             return
         name = f"cadenza/posts/{self._number}/{self._run}"
+        more: dict[str, Any] = {"most_s": most_s, "waits_seen": self.device.type == "cpu", "summary": summary}
         try:
-            with Posts(store, name, self.rank, self.world_size, look, also, most_s=most_s) as posts:
+            with Posts(store, name, self.rank, self.world_size, look, also, **more) as posts:
                 self._failure.posts = posts
                 yield
         finally:

@@ -22,7 +22,8 @@ import torch
 from torch import Tensor, nn
 
 import cadenza
-from cadenza.drivers.first_error import Post, Waits, no_collection
+from cadenza.drivers.first_error import Post
+from cadenza.drivers.thread_samples import no_collection, outwards, waits_of
 from cadenza.engine.memory import is_out_of_memory, memory_held
 from cadenza.engine.objective import ModelsOwnLoss
 from cadenza.engine.session import Loops, Session
@@ -399,15 +400,13 @@ _PHASES = {
     ("cadenza.loops.run_segment", "RunSegment._set_up"): "the start of the run",
 }
 
-_COMMUNICATING = ("torch.distributed", "torch.nn.parallel.distributed", "cadenza.drivers.")
-
 
 def whereabouts(session: Session) -> Post:
     """Return where the training thread of a run is now. May be called in any thread."""
     scene = session.hooks.scene
     with no_collection():
         frame = sys._current_frames().get(scene.thread)
-        return Post(session.progress.step, named(frame, scene.listener), _waits(frame), _busy_s(scene.thread))
+        return Post(session.progress.step, named(frame, scene.listener), waits_of(frame), _busy_s(scene.thread))
 
 
 def caller(session: Session) -> tuple[str, str]:
@@ -428,7 +427,7 @@ def named(frame: FrameType | None, listener: Listener | None) -> str:
     if listener is not None:
         what = _hook(listener)
     else:
-        what = next((phase for outward in _outwards(frame) if (phase := _phase(outward))), "the loop")
+        what = next((phase for outward in outwards(frame) if (phase := _phase(outward))), "the loop")
     return f"{what} ({line})" if line else what
 
 
@@ -452,7 +451,7 @@ def _phase(frame: FrameType) -> str | None:
 
 def _user_line(frame: FrameType | None) -> str:
     """Return the file and line of the innermost frame of the user's code; an empty string if the engine runs."""
-    for outward in _outwards(frame):
+    for outward in outwards(frame):
         file = outward.f_code.co_filename
         if file.startswith(_OURS) and outward.f_globals.get("__name__", "").startswith(("cadenza.hooks.", "cadenza.engine.")):
             return ""
@@ -464,24 +463,3 @@ def _user_line(frame: FrameType | None) -> str:
 @lru_cache(maxsize=4096)
 def _is_library(file: str) -> bool:
     return file.startswith("<") or os.path.realpath(file).startswith(_LIBRARIES)
-
-
-def _waits(frame: FrameType | None) -> Waits:
-    if frame is not None and frame.f_code.co_name == "_engine_run_backward":
-        return Waits.MAYBE
-    calls = False
-    for outward in _outwards(frame):
-        room = outward.f_globals.get("__name__", "")
-        if room.startswith(_COMMUNICATING):
-            return Waits.MAYBE if calls else Waits.YES
-        if room.startswith(("torch._ops", "torch._library")):  # of a sharded tensor, which waits for other ranks or computes
-            calls = True
-        elif not room.startswith(("threading", "concurrent.futures")):  # a driver may wait for a thread that communicates
-            break
-    return Waits.NO
-
-
-def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import InitVar, dataclass, field, replace
 from functools import partial
 from os import PathLike
@@ -48,6 +48,7 @@ from cadenza.optim.settings import Settings
 from cadenza.records.directory import RunDirectory
 from cadenza.records.logs import RankLog
 from cadenza.run import Run
+from cadenza.status import stragglers
 from cadenza.status.decisions import RESUMABLE, GoBack
 from cadenza.status.formats import counted, few
 from cadenza.status.progress import Counters, Progress
@@ -420,9 +421,13 @@ class RunSegment:
         driver, limit_s = self.trainer.driver, self.trainer._names_ranks_after_s
         if session.directory is not None:
             driver.keep_dumps(session.directory)
+        summary = None if session.directory is None else session.directory / stragglers.FILE
+        if summary is not None and session.files is not None:
+            with suppress(OSError):
+                summary.unlink()  # of the ranks of an earlier attempt
         settle = () if self.rank_log is None else (self.rank_log.write_due,)
         most_s = math.inf if limit_s is None else limit_s / 20
-        ending.enter_context(driver.watched(partial(whereabouts, session), *settle, most_s=most_s))
+        ending.enter_context(driver.watched(partial(whereabouts, session), *settle, most_s=most_s, summary=summary))
         if limit_s is not None:
             ending.enter_context(driver.compared(limit_s, partial(caller, session), session.warn))
 
@@ -433,9 +438,7 @@ class RunSegment:
         if trainer.driver.after_start is not None:
             session.acts.after_step(trainer.driver.after_start)
         trainer.driver.check_trainable(session.module)  # after the callbacks, which may change layers
-        native = all(isinstance(callback, Callback) for callback in trainer.callbacks)  # adapters may save without a saver
-        if session.savers or start.loaded is not None or not native:
-            session.restored.config = config_of(session)
+        session.restored.config = config_of(session)  # a callback that is attached later may save
         before, trainer._last_progress = trainer._last_progress, session.progress
         if start.loaded is None:
             session.given.tell_values(session.run)

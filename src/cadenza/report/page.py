@@ -97,6 +97,7 @@ def _page(
         ("Evaluations", each(lambda story: evaluations.table(story, rows)) or evaluations.none(stories)),
         ("Checkpoints", each(sections.checkpoints)),
         ("Time", each(sections.profile)),
+        ("Ranks", each(sections.ranks)),
         ("Acts", each(lambda story: sections.acts(story, rows))),
         ("Decisions", each(lambda story: sections.decisions(story, rows))),
         ("Environment", sections.environment(stories, swatches)),

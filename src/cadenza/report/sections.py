@@ -10,10 +10,14 @@ from cadenza.report.story import StoredCheckpoint, Story, act_text
 from cadenza.status.decisions import Decision
 from cadenza.status.formats import counted, duration, local_date, shown_date, size
 from cadenza.status.markup import Html, element, joined
+from cadenza.status.stragglers import PARTS
 
 FEW = 3
 """With more runs than this, the parts of each run are folded."""
 PROFILE_HINT = "This run has no profile. Add Profile() to its callbacks to see the time of each part here."
+
+SEEN = "A rank for which others wait waits the least."
+UNSEEN = "On a GPU, kernels wait for other ranks, and this time counts as compute. The order is that of the time for data."
 
 
 def card(story: Story, head: Html | None) -> Html:
@@ -96,6 +100,22 @@ def profile(story: Story) -> Html:
         else None,
         element("p", f"{len(hooks) - 60} more took less time.", class_="note") if len(hooks) > 60 else None,
     )
+
+
+def ranks(story: Story) -> Html | None:
+    """Return the parts of the time of the slowest ranks and of all; None with one rank."""
+    if story.ranks is None:
+        return None
+    slowest, mean = story.ranks["slowest"], story.ranks["mean"]
+    named = [(f"rank {row['rank']}", row, row["slow_in"] or "") for row in slowest]
+    rows = [
+        [name, *(_bar(parts[part]) for part in PARTS), slow_in]
+        for name, parts, slow_in in [*named, (f"mean of {counted(story.ranks['ranks'], 'rank')}", mean, "")]
+    ]
+    note = f"The slowest ranks in {duration(story.ranks['seconds'])}. "
+    note += SEEN if story.ranks["waits_seen"] else UNSEEN
+    table = _table(("rank", *PARTS, "slow in"), rows, figures={1, 2, 3})
+    return element("div", element("p", note, class_="note"), table)
 
 
 def _timed(rows: Iterable[Sequence[Any]], wall_s: float) -> list[list[object]]:

@@ -16,6 +16,7 @@ from cadenza.errors import CheckpointError, DirectoryError
 from cadenza.files.disk import read_object
 from cadenza.records.branch_files import MEDIA
 from cadenza.records.reading import count_in, read_decisions, read_values
+from cadenza.status import stragglers
 from cadenza.status.decisions import Decision, Outcome
 from cadenza.status.formats import counted, duration, local_date, parsed_date
 from cadenza.status.masking import masked
@@ -91,6 +92,8 @@ class Story:
     """The checkpoints of the run directory."""
     profile: Mapping[str, Any] | None = None
     """The content of ``profile.json``."""
+    ranks: Mapping[str, Any] | None = None
+    """Which ranks are slow, from ``ranks.json``; None with one rank."""
     media: Path | None = None
     """The folder of the logged pictures, sounds, histograms and texts."""
     problems: list[str] = field(default_factory=list)
@@ -178,6 +181,7 @@ def story_at(path: Path, *, names: Collection[str] | None = None, checkpoints: b
     story.info = _json_in(path / "run.json", story.problems) or {}
     story.media = path / MEDIA
     story.profile = _json_in(path / "profile.json", story.problems)
+    story.ranks = ranks_in(path, story.problems)
     broken: list[int] = []
     try:
         story.decisions = list(read_decisions(path / "decisions.jsonl", broken=broken))
@@ -227,6 +231,16 @@ def _json_in(path: Path, problems: list[str]) -> dict[str, Any] | None:
         return content  # the files of earlier versions hold the whole command line
     except ValueError as error:
         problems.append(f"{path.name} cannot be read: {error}")
+        return None
+
+
+def ranks_in(path: Path, problems: list[str]) -> dict[str, Any] | None:
+    """Return which ranks of a run are slow; None with one rank."""
+    content = _json_in(path / stragglers.FILE, problems)
+    try:
+        return stragglers.read(content) if content else None
+    except (LookupError, TypeError, ValueError, OverflowError) as error:
+        problems.append(f"{stragglers.FILE} cannot be read: {error!r}")
         return None
 
 

@@ -55,6 +55,7 @@ def health_of(facts: Facts) -> Row:
     interval = (rows[0]["time"] - rows[-1]["time"]) / (len(rows) - 1) if len(rows) > 1 else None
     faults = [fault for fault, _ in zip(_faults(facts), range(_MOST), strict=False)]
     free = _free(facts.path)
+    ranks = facts.ranks()
     problems = [_problem("file", text) for text in facts.problems]
     if facts.state in ("failed", "killed", "unknown"):
         problems.append(_problem("ended", facts.ending))
@@ -78,6 +79,7 @@ def health_of(facts: Facts) -> Row:
         "seconds_a_record": interval,
         "free_bytes": free,
         "checkpoints": len(facts.checkpoints()),
+        "ranks": ranks,
         "memory": {name: value for name, value in values.items() if "mem" in name.lower()},
     }
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from cadenza.errors import DirectoryError
 from cadenza.files.locking import LOCK, is_held
+from cadenza.status import stragglers
 from cadenza.steering.tail import Tail, opened
 
 Row = dict[str, Any]
@@ -132,6 +133,15 @@ class Facts:
         except OSError:
             return []
         return sorted((name for name in names if name.startswith("step-")), key=lambda name: (len(name.split("-")[1]), name))
+
+    def ranks(self) -> Row | None:
+        """Return which ranks are slow; None with one rank, or for the first seconds of a run."""
+        content = self._object(stragglers.FILE)
+        try:
+            return stragglers.read(content) if content else None
+        except (LookupError, TypeError, ValueError, OverflowError) as error:
+            self.problems.append(f"{stragglers.FILE} cannot be read: {error!r}")
+            return None
 
     def steering(self) -> Row:
         """Return whether the run takes acts, and how many wait for its next step boundary."""

@@ -72,6 +72,7 @@ class RunReader:
             "checkpoints": facts.checkpoints(),
             "decisions": [decision for decision, _ in zip(facts.decisions(), range(_DECISIONS), strict=False)][::-1],
             "outcome": facts.info.get("outcome"),
+            "ranks": facts.ranks(),
             "steering": facts.steering(),
         }
 

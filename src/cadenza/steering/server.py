@@ -349,7 +349,7 @@ def _signs(path: Path) -> str:
 def _leads_out(path: Path) -> str:
     """Return a sentence about a link in a run directory to a file outside of it, which is not read; empty without one."""
     whole = path.resolve()
-    for name in (*_FILES, "profile.json", "media"):
+    for name in (*_FILES, "profile.json", "ranks.json", "media"):
         if (path / name).is_symlink() and not (path / name).resolve().is_relative_to(whole):
             return f"{name} is a link that leads out of the run directory, so the run is not shown."
     return ""

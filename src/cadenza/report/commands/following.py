@@ -20,7 +20,8 @@ from cadenza.records.reading import NewRecords, read_decisions
 from cadenza.records.record import Record
 from cadenza.report.best import best_of
 from cadenza.report.commands.directories import FILES, NamedRuns, ending, holder_in, last_of, state_of
-from cadenza.report.story import Series, Story, final_counters, name_distinctly
+from cadenza.report.story import Series, Story, final_counters, name_distinctly, ranks_in
+from cadenza.status import stragglers
 from cadenza.status.branches import Saved
 from cadenza.status.formats import parsed_date
 from cadenza.status.masking import masked
@@ -72,6 +73,8 @@ class Following:
         decided = self._changed("decisions.jsonl")
         if decided:
             story.decisions = list(read_decisions(self.path / "decisions.jsonl"))
+        if self._changed(stragglers.FILE):
+            story.ranks = ranks_in(self.path, [])
         self.checkpoints = _checkpoints(self.path / "checkpoints")
         if new or decided:
             self._grew_s = time.monotonic()
@@ -167,6 +170,7 @@ class Following:
             "alerts": [decision.to_dict() for decision in story.decisions if decision.what == "alerted"][-5:],
             "acts": [decision.to_dict() for decision in story.acts[-5:]],
             "checkpoints": self.checkpoints,
+            "ranks": story.ranks,
             "outcome": story.info.get("outcome"),
         }
 

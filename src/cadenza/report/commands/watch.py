@@ -19,6 +19,7 @@ from cadenza.records.record import Record
 from cadenza.report.best import best_of
 from cadenza.report.commands.directories import SUCCESS, last_of
 from cadenza.report.commands.following import FollowedRuns, Following
+from cadenza.status import stragglers
 from cadenza.status.decisions import Decision
 from cadenza.status.formats import amount, clock, counted, number, precise
 from cadenza.status.progress import Counters
@@ -243,6 +244,7 @@ def _news(run: Following) -> list[str]:
     newest = decisions[-_DECISIONS:]
     earlier = [one for one in decisions[:-_DECISIONS] if _is_notable(one)][-_NOTABLE:]  # others came later, and hide no alert
     told = [_sentence(decision) for decision in [*earlier, *newest]]
+    told += [] if run.story.ranks is None else stragglers.sentences(run.story.ranks)
     if run.checkpoints:
         told.append(f"{counted(len(run.checkpoints), 'checkpoint')}, the newest is {run.checkpoints[-1]}")
     return [clean(line) for line in told]

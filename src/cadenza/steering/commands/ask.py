@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 
 from cadenza.commands.output import add_json, print_json, say
 from cadenza.errors import CadenzaError
+from cadenza.status import stragglers
 from cadenza.steering.run_reader import RunReader, question, sentence, wrong
 
 _GOOD = ("starting", "running", "paused", "elsewhere", "finished", "stopped")
@@ -121,6 +122,8 @@ def _lines(answer: dict[str, Any]) -> list[str]:
             continue
         if name in ("text", "answer", "reasons"):
             lines += value.splitlines() if isinstance(value, str) else value
+        elif name == "ranks" and isinstance(value, dict):
+            lines += ["ranks:", *(f"  {line}" for line in stragglers.sentences(value))]
         elif isinstance(value, dict):
             lines += [f"{name}:", *(f"  {inner}: {item}" for inner, item in value.items())]
         elif isinstance(value, list) and isinstance(value[0], dict):
