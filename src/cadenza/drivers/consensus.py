@@ -55,12 +55,13 @@ LEFT = "its run failed, which closed the connection"  # by this term, the error 
 Silent = Callable[[Sequence[int]], list[int]]
 """Gets the ranks for which a rank waits, once an interval; returns those of them that post no more."""
 
+Watch = Callable[[], tuple[float, Silent]]
+"""Called at the start of a wait; returns the seconds between two looks, and how to look."""
+
 ALONE = Meeting(0, 1, lambda value: [value], lambda value: value)
 
 
-def over_store(
-    store: Any, name: str, rank: int, ranks: int, watch: Callable[[], tuple[float, Silent]] | None = None
-) -> Meeting:
+def over_store(store: Any, name: str, rank: int, ranks: int, watch: Watch | None = None) -> Meeting:
     """Return a meeting through a store. If a rank is late, calls of this meeting fail from then on, and nothing else.
 
     The store does not notice that a rank was killed. With `watch`, a rank that waits looks at the posts of those it waits for.
@@ -70,7 +71,7 @@ def over_store(
         name: The prefix of the keys, the same on all ranks.
         rank: The rank of this process.
         ranks: How many there are.
-        watch: Called at the start of a wait; returns the seconds between two looks, and how to look.
+        watch: How a rank that waits looks at the posts of others.
     """
     numbers, failures = count(), list[Exception]()
     sent = list[str]()  # keys of this rank, which the others have read when the next value of theirs is here
@@ -98,17 +99,7 @@ def over_store(
     def put(key: str, problem: str, value: Any) -> None:
         store.set(f"{key}/{rank}", pickle.dumps((problem, value)))
 
-    def arrived(keys: Mapping[int, str]) -> list[bytes]:
-        """Wait for the values of ranks, and return them."""
-        if watch is not None:
-            every_s, silent = watch()
-            deadline = time.monotonic() + store.timeout.total_seconds()
-            while time.monotonic() < deadline and not _there(store, [*keys.values()], every_s):
-                if failures:  # this rank has left
-                    raise failures[0]
-                if gone := silent([other for other, key in keys.items() if not store.check([key])]):
-                    raise RuntimeError(f"lost the connection to rank {gone[0]}, which posts no more")
-        return cast("list[bytes]", store.multi_get([*keys.values()]))
+    arrived = partial(_arrived, store, watch, failures)
 
     def value_in(content: bytes) -> Any:
         problem, value = pickle.loads(content)
@@ -140,6 +131,19 @@ def over_store(
             store.delete_key(sent.pop())
 
     return Meeting(rank, ranks, partial(call, gather), partial(call, broadcast), leave, lambda: bool(failures))
+
+
+def _arrived(store: Any, watch: Watch | None, failures: Sequence[Exception], keys: Mapping[int, str]) -> list[bytes]:
+    """Wait for the values of ranks, and return them."""
+    if watch is not None:
+        every_s, silent = watch()
+        deadline = time.monotonic() + store.timeout.total_seconds()
+        while time.monotonic() < deadline and not _there(store, [*keys.values()], every_s):
+            if failures:  # this rank has left
+                raise failures[0]
+            if gone := silent([other for other, key in keys.items() if not store.check([key])]):
+                raise RuntimeError(f"lost the connection to rank {gone[0]}, which posts no more")
+    return cast("list[bytes]", store.multi_get([*keys.values()]))
 
 
 def _there(store: Any, keys: list[str], wait_s: float) -> bool:

@@ -26,15 +26,9 @@ END: Any = object()  # what `fetch` returns when the loader has no more batches
 
 
 class Open(IntEnum):
-    """The innermost section that is open in a training."""
+    """The innermost section that is open in a training. ``EPOCH``: before the first step of one, or after the last."""
 
-    NOTHING = 0
-    RUN = 1
-    EPOCH = 2
-    """Before its first step, or after its last one."""
-    BETWEEN_STEPS = 3
-    STEP = 4
-    BATCH = 5
+    NOTHING, RUN, EPOCH, BETWEEN_STEPS, STEP, BATCH = range(6)
 
 
 def fit(training: Training) -> None:

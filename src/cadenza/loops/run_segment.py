@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import InitVar, dataclass, field, replace
 from functools import partial
@@ -24,7 +24,7 @@ from cadenza.engine import boundary, start_checks
 from cadenza.engine.arguments import absolute_folder, check_not_empty, checked_accumulate, checked_debugging, plain_accumulate
 from cadenza.engine.error_context import caller, whereabouts
 from cadenza.engine.loop import Open, Training
-from cadenza.engine.module_state import BackwardOfGraphs, breaks_so_far, compile_model, has_graphs, in_evaluation_mode
+from cadenza.engine.module_state import BackwardOfGraphs, breaks_so_far, compile_model, has_graphs
 from cadenza.engine.monitor import monitors_in
 from cadenza.engine.plan import LIMITS, Plan, plan_changes, plan_in
 from cadenza.engine.session import UNDER_WAY, Loops, Session
@@ -37,12 +37,13 @@ from cadenza.loading import num_batches
 from cadenza.loading.loaders import check_loader
 from cadenza.loading.rng import derive_seed, draw_seed, seed_all
 from cadenza.loading.settings import loader_hints, with_batch_size
+from cadenza.loops.argument_texts import arguments_of, described, frozen_modes, plain
 from cadenza.loops.foreign_callbacks import adapted_list, before_fit, beforehand
 from cadenza.loops.steps import end_abandoned
 from cadenza.optim import optimizers as updates
 from cadenza.optim.model_state import Walk
 from cadenza.optim.optimizers import Optimizers
-from cadenza.optim.parameters import ModelParameters, modules_of, parameters_of
+from cadenza.optim.parameters import ModelParameters, modules_of
 from cadenza.optim.precision import precision_of
 from cadenza.optim.settings import Settings
 from cadenza.records.directory import RunDirectory
@@ -50,7 +51,6 @@ from cadenza.records.logs import RankLog
 from cadenza.run import Run
 from cadenza.status import stragglers
 from cadenza.status.decisions import RESUMABLE, GoBack
-from cadenza.status.formats import counted, few
 from cadenza.status.progress import Counters, Progress
 from cadenza.status.reprs import brief
 from cadenza.status.run_info import working_directory
@@ -94,13 +94,13 @@ class TrainerArguments:
         self._last_progress: Progress | None = None  # of the last run that trained
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({', '.join(f'{name}={text}' for name, text in _arguments(self))})"
+        return f"{type(self).__name__}({', '.join(f'{name}={text}' for name, text in arguments_of(self))})"
 
     def _repr_html_(self) -> str:
         """Return what notebooks show."""
         from cadenza.status.markup import notebook_table  # imported here: few runs are in a notebook
 
-        return notebook_table(type(self).__name__, (), _arguments(self))
+        return notebook_table(type(self).__name__, (), arguments_of(self))
 
     def _hooks(self) -> Hooks:
         """Return a dispatch of the callbacks that are in the list now."""
@@ -132,7 +132,7 @@ class TrainerArguments:
         facts = {name: value for name, value in (*facts.items(), ("into", self.directory)) if value is not None}
         own, kind = self._own_optimizer, self.driver.device.type
         notes = [*updates.notes(optimizers, self.model, own=own, device_type=kind), *loader_hints(self.loader), *self._notes]
-        notes += [*_frozen_modes(self.model, optimizers), *beforehand(hooks)[0]]
+        notes += [*frozen_modes(self.model, optimizers), *beforehand(hooks)[0]]
         notes += () if self._step_compiler is None else self._step_compiler.notes(hooks)
         limits = self._limits(self.loader if session is None else session.loader)
         return Plan(hooks, limits, self.accumulate if session is None else session.accumulate, facts, notes)
@@ -241,59 +241,6 @@ class TrainerArguments:
         limits = {name: getattr(self, name) for name in LIMITS}
         has_epochs = getattr(loader, "has_epochs", True)
         return kind(**limits, batches_per_epoch=batches, has_epochs=has_epochs, accumulate=self.accumulate)
-
-
-def plain(trainer: Any, names: Iterable[str]) -> dict[str, Any]:
-    """Return the arguments of a trainer that must be equal on all ranks, as plain data. `names` are those of its callbacks."""
-    given = {name: plain_accumulate(getattr(trainer, name)) for name in (*LIMITS, "accumulate", "precision", "seed")}
-    return {"callbacks": [*names], **given}
-
-
-def described(trainer: Any, elements: int, names: Iterable[str], optimizers: Iterable[Optimizer]) -> dict[str, Any]:
-    """Return all arguments of a trainer as plain data: of the model its class and size, of the optimizers their settings."""
-    model = f"{type(trainer.model).__name__}, {elements} parameters"
-    optimizer = [*map(updates.described, optimizers)]
-    loss = {} if trainer.step_fn is not None else {"compute_loss": brief(trainer.compute_loss)}
-    return {"model": model, "optimizer": optimizer, **loss, **plain(trainer, names), **trainer._facts}
-
-
-def _frozen_modes(model: nn.Module, optimizers: Iterable[Optimizer]) -> Iterator[str]:
-    """Yield a line for the plan with the modules that stay in evaluation mode and train no parameters."""
-    modules = in_evaluation_mode(Walk(model).modules, {*map(id, parameters_of(optimizers))}) if model.training else {}
-    if names := [name for name, trains in modules.items() if not trains]:
-        yield f"stay in evaluation mode: {few(names)}"
-
-
-def _arguments(trainer: Any) -> Iterator[tuple[str, str]]:
-    """Yield the name and the text of each argument of the trainer that is set."""
-    yield "model", _model(trainer.model)
-    yield "optimizer", _optimizers(trainer.optimizer)
-    yield "loader", _loader(trainer.loader)
-    plain = {name: getattr(trainer, name) for name in (*LIMITS, "seed", "directory")}
-    yield from ((name, str(value)) for name, value in plain.items() if value is not None)
-    if trainer.accumulate != 1:
-        yield "accumulate", str(trainer.accumulate)
-    yield "precision", trainer.precision
-    yield "driver", brief(trainer.driver)
-    yield "callbacks", f"[{', '.join(map(brief, trainer.callbacks))}]"
-
-
-def _model(model: nn.Module) -> str:
-    return f"{type(model).__name__} of {counted(sum(parameter.numel() for parameter in model.parameters()), 'parameter')}"
-
-
-def _loader(loader: Any) -> str:
-    return f"{type(loader).__name__} of {counted(len(loader), 'batch')}" if isinstance(loader, list | tuple) else brief(loader)
-
-
-def _optimizers(optimizer: object) -> str:
-    if isinstance(optimizer, Optimizer):
-        rates = dict.fromkeys(f"{float(group['lr']):g}" for group in optimizer.param_groups if "lr" in group)
-        return f"{type(optimizer).__name__}({', '.join(f'lr={rate}' for rate in rates)})"
-    if isinstance(optimizer, Sequence):
-        return f"[{', '.join(map(_optimizers, optimizer))}]"
-    name = brief(optimizer)
-    return "a function" if name == "<lambda>" else name
 
 
 # -- a run: its files, its checkpoint, its session, and what ends them -----------------------------
@@ -444,7 +391,7 @@ class RunSegment:
             session.given.tell_values(session.run)
             start_checks.warn_of_trained_weights(session, before)
             start_checks.warn_of_notes(session, trainer._notes if before is None else ())
-        if resume or native:
+        if resume or all(isinstance(callback, Callback) for callback in trainer.callbacks):  # adapters may save by themselves
             start_checks.warn_of_no_checkpoint(session, resume)
         start_checks.warn_of_loader(session)
         if start.loaded is not None:

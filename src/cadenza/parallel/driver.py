@@ -42,9 +42,9 @@ class Parallel(FsdpDriver):
             divisible by twice the ranks. `Mesh.mean` makes the loss a mean over all tokens.
         pipeline: The stages of the model along ``pipeline``; give it to `Trainer` as ``compute_loss`` too. Gradients are
             reduced with each batch.
-        experts: The modules with weights that are distributed over ``expert``, chosen like ``shard=``: the first dimension of each
-            weight counts the experts, and each rank has some of them. The model sends the inputs to the ranks of their experts,
-            with a differentiable all-to-all in ``mesh["expert"]``. Their gradients are not averaged over ``expert``.
+        experts: The modules with weights that are distributed over ``expert``, chosen like ``shard=``: the first dimension of
+            each weight counts the experts, and each rank has some of them. The model sends inputs to the ranks of their
+            experts, with a differentiable all-to-all in ``mesh["expert"]``. Their gradients are not averaged over ``expert``.
         **options: Other options of `FsdpDriver`, such as ``shard=Block`` and ``param_dtype="bf16"``. `replicas` and
             `tensor_parallel` follow from the mesh.
 
