@@ -36,7 +36,7 @@ from cadenza.loading.batches import batch_sizes
 from cadenza.loading.evaluation import Evaluation, Metrics
 from cadenza.loops.foreign_callbacks import AnyCallback, adapted, before_trainer
 from cadenza.loops.handle import Handle
-from cadenza.loops.run_segment import RunSegment, TrainerArguments, external_folders
+from cadenza.loops.run_segment import RunSegment, TrainerArguments, collect, external_folders
 from cadenza.loops.steps import Steps
 from cadenza.optim.optimizers import Optimizers, made
 from cadenza.optim.parameters import ModelParameters
@@ -454,6 +454,8 @@ class Trainer(TrainerArguments):
         """Return the result of `evaluate` or `predict` outside of a fit, with the weights that were chosen."""
         choice = Choice(act.__name__, which, weights, self.directory, external_folders(self.callbacks))
         with self.driver.entering(f"in {act.__name__}"):
+            if which is not None:
+                collect(self.callbacks, self.driver)
             session = self._make_session()
             own_step, parameters = self.step_fn is not None, ModelParameters(session.model)
             optimizers = partial(made, self.optimizer, session.model, parameters, own_step=own_step)

@@ -159,6 +159,93 @@ def test_a_kill_while_the_machines_exchange_files_leaves_a_checkpoint_that_all_c
     resumed_at(tmp_path, step, whole)
 
 
+@on(Callback.on_fit_end)
+def unsaved(run: Run) -> None:
+    Path("unsaved").write_text("".join(one.why for one in run.decisions if one.what == "not saved"))
+
+
+def in_the_way(rank: int, name: str, save: int) -> None:
+    """Let a rank find a folder in place of a file, which it can neither read nor write, while machines exchange one save."""
+    spread, saves = local.LocalStore._spread, itertools.count(1)
+
+    def spreading(self: local.LocalStore, at: Path, common: list[str]) -> None:
+        if next(saves) == save and own_rank() == rank:
+            (at / name).unlink(missing_ok=True)
+            (at / name).mkdir()
+        spread(self, at, common)
+
+    local.LocalStore._spread = spreading  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    ("rank", "name"),
+    [
+        (1, "rank-00002-of-00003.safetensors"),  # read, for the next machine
+        (2, "rank-00002-of-00003.safetensors"),  # written, from the one before
+        (0, "state.safetensors"),  # read, for all
+        (1, "state.safetensors"),  # written
+    ],
+)
+def test_if_a_machine_cannot_read_or_write_a_file_the_save_fails_on_all_and_the_training_goes_on(
+    tmp_path: Path, whole: list[Any], rank: int, name: str
+) -> None:
+    done = trained(tmp_path, instead=lambda: in_the_way(rank, name, save=3), callbacks=[unsaved])
+    for (weights, _), (others, _) in zip(done, whole, strict=True):
+        assert torch.equal(weights, others)
+    assert {in_memory(tmp_path, machine).name for machine in range(RANKS)} == {"step-00000016"}
+    why = (tmp_path / "machine 0/unsaved").read_text()
+    assert why.startswith("step 6: ")
+    assert (f"rank {rank} could not exchange or write" if rank else "Is a directory") in why
+
+
+def test_if_a_machine_cannot_write_what_it_gets_all_ranks_say_which(tmp_path: Path) -> None:
+    cut(tmp_path)
+    lose(tmp_path, 1)
+    (tmp_path / "machine 1/local").mkdir(parents=True)
+    (tmp_path / "machine 1/local/step-00000012").touch()
+    with pytest.raises(ExceptionGroup) as raised:
+        trained(tmp_path)
+    assert len(raised.value.exceptions) == RANKS
+    assert "rank 1 could not exchange or write its part of the local checkpoints" in str(raised.value.exceptions[0])
+
+
+def test_if_a_machine_cannot_make_the_folder_the_others_name_it(tmp_path: Path) -> None:
+    with pytest.raises(ExceptionGroup) as raised:
+        trained(tmp_path, instead=lambda: Path("local").touch() if own_rank() == 1 else None)
+    assert f"rank 1 cannot use the local folder {HERE}" in str(raised.value.exceptions[0])
+
+
+@on(Callback.on_step_start, at=11)
+def power_cut_before_a_save(run: Run) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_what_only_absent_machines_could_complete_is_left_until_they_are_back(tmp_path: Path) -> None:
+    cut(tmp_path, ranks=4, machines=4, driver=fsdp)
+    with pytest.raises(ExceptionGroup):
+        trained(tmp_path, ranks=2, machines=2, driver=fsdp, callbacks=[power_cut_before_a_save])
+    for _, origin in trained(tmp_path, ranks=4, machines=4, driver=fsdp):
+        assert origin == 12
+
+
+def test_a_machine_that_is_new_gets_its_part_for_an_evaluation_too(tmp_path: Path) -> None:
+    cut(tmp_path)
+    lose(tmp_path, 1)
+    shutil.rmtree(tmp_path / "shared/checkpoints")
+
+    def evaluate() -> float:
+        machine = tmp_path / f"machine {own_rank()}"
+        machine.mkdir(exist_ok=True)
+        os.chdir(machine)
+        saves = Checkpoint("2 steps", local=HERE)
+        return trainer(driver=ddp(), directory=tmp_path / "shared", callbacks=[saves]).evaluate(loader(), which="last")[
+            "eval/loss"
+        ]
+
+    first, *others = launch(evaluate, RANKS)
+    assert others == [first] * (RANKS - 1)
+
+
 def test_on_another_number_of_ranks_each_machine_gets_all_files(tmp_path: Path) -> None:
     cut(tmp_path, ranks=4, machines=2)
     for _, origin in trained(tmp_path, ranks=2, machines=2):
@@ -175,6 +262,7 @@ def test_a_local_folder_holds_whole_runs_and_stands_alone() -> None:
     for arguments in ({"directory": "there"}, {"weights_only": True}, {"local": "s3://bucket/runs"}):
         with pytest.raises(ValueError, match="local must be a folder that each machine has for itself"):
             Checkpoint(**{"local": "here", **arguments})  # type: ignore[arg-type]
+    assert repr(Checkpoint(local="/machine/memory")) == "Checkpoint(keep=Last(2), local='/machine/memory')"
 
 
 def test_one_process_saves_in_the_local_folder_and_resumes_at_its_newest(tmp_path: Path) -> None:

@@ -123,10 +123,12 @@ class Checkpoint(Callback):
                 f"local must be a folder that each machine has for itself, without directory= and weights_only=; got "
                 f"{local!r}. Add another Checkpoint to the list for them."
             )
-        folder = directory if local is None else local
-        self.directory: str | None = None if folder is None else absolute_path(folder)
-        self.local: bool = local is not None
-        self._lacks = "" if folder else "Checkpoint needs a folder: give Trainer(directory=...) or Checkpoint(directory=...)"
+        self.directory: str | None = None if directory is None else absolute_path(directory)
+        self.local: str | None = None if local is None else absolute_path(local)
+        self.own_folder: str | None = self.directory or self.local
+        self._lacks = (
+            "" if self.own_folder else "Checkpoint needs a folder: give Trainer(directory=...) or Checkpoint(directory=...)"
+        )
         self.watch_errors: bool = on_exception
         self.watch_signals: bool = on_signal
         self.grace_s: float | None = grace_s
@@ -152,7 +154,7 @@ class Checkpoint(Callback):
 
     def on_setup(self, run: Run) -> None:
         directory = run.info.directory
-        folder = self.directory or (directory and directory / "checkpoints")
+        folder = self.own_folder or (directory and directory / "checkpoints")
         if folder is None:
             raise ValueError(self._lacks)
         branch = session_of(run).restored.branch
@@ -168,9 +170,9 @@ class Checkpoint(Callback):
         self.writer.join(self.member, background=self.background, strict=self.strict, grace_s=self.grace_s)
 
     def collect(self, driver: Driver) -> None:
-        """Bring each machine what its ranks read of the `local` checkpoints. Every rank must call this, before a resume."""
-        if self.local and self.directory and driver.world_size > 1:
-            self._machines().complete(Path(self.directory), driver)
+        """Bring each machine what its ranks read of the `local` checkpoints. Every rank must call this before a read."""
+        if self.local and driver.world_size > 1:
+            self._machines().complete(Path(self.local), driver)
 
     def _machines(self) -> ModuleType:
         return imported("cadenza.parallel.local", needed_by="Checkpoint(local=...)")

@@ -303,9 +303,8 @@ class RunSegment:
             raise RuntimeError("this trainer has a run that is not over. End its loop first, or make another trainer.")
         with trainer.driver.entering("at the start of a run"):
             files = self._opened_files(ending)
-            for callback in trainer.callbacks if self.resume and not isinstance(self.resume, GoBack) else ():
-                if isinstance(callback, Checkpoint):
-                    callback.collect(trainer.driver)
+            if self.resume and not isinstance(self.resume, GoBack):
+                collect(trainer.callbacks, trainer.driver)
             start = chosen_on_all_ranks(trainer.driver, self.resume, files, external_folders(trainer.callbacks))
             session, over = self._new_session(files, start)
         trainer._run = session.run
@@ -400,9 +399,16 @@ class RunSegment:
             start.loaded = None  # its memory is free during the training
 
 
+def collect(callbacks: Iterable[BaseCallback], driver: Driver) -> None:
+    """Bring each machine what its ranks read of checkpoints in folders of machines. Every rank must call this."""
+    for callback in callbacks:
+        if isinstance(callback, Checkpoint):
+            callback.collect(driver)
+
+
 def external_folders(callbacks: Iterable[BaseCallback]) -> list[str]:
     """Return the folders and URLs of checkpoints outside of the run directory."""
-    return [callback.directory for callback in callbacks if isinstance(callback, Checkpoint) and callback.directory]
+    return [callback.own_folder for callback in callbacks if isinstance(callback, Checkpoint) and callback.own_folder]
 
 
 def _end(session: Session, kind: object, raised: BaseException | None, traceback: object) -> None:

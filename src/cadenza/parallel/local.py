@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import pickle
 import uuid
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -48,7 +49,7 @@ class Machines:
             root.mkdir(parents=True, exist_ok=True)
             mark.touch()
 
-        agreed(driver.gather_unequal, make, _failed)
+        agreed(driver.gather_unequal, make, lambda rank, why: OSError(f"rank {rank} cannot use the local folder {root}: {why}"))
         first = driver.gather_unequal(min(int(path.name.split("-")[1]) for path in root.glob(f".rank-*-{name}")))
         mark.unlink()
         return Machines(driver.rank, first if len(first) > 1 else first * driver.world_size, driver.parcels())
@@ -77,36 +78,46 @@ class Machines:
         return there[own.index(rank) % len(there)]
 
     def send(self, to: int, folder: Path, names: Iterable[str]) -> None:
-        """Send files of a folder to a rank, which calls `receive`."""
-        sizes = {name: (folder / name).stat().st_size for name in names}
+        """Send files of a folder to a rank, which calls `receive`. One that is not there is left out.
+
+        Raises:
+            OSError: A file cannot be read. Zeros are sent, since the other rank waits, and then that they are not the file.
+        """
+        sizes, problems = dict[str, int](), list[OSError]()
+        for name in names:
+            try:
+                sizes[name] = (folder / name).stat().st_size
+            except FileNotFoundError:
+                pass
+            except OSError as error:
+                problems.append(error)
         head = pickle.dumps(sizes)
         self._send(to, torch.tensor([len(head)]))
         self._send(to, torch.frombuffer(bytearray(head), dtype=torch.uint8))
-        for name in sizes:
-            with (folder / name).open("rb") as file:
-                for piece in iter(partial(file.read, _PIECE), b""):
-                    self._send(to, torch.frombuffer(bytearray(piece), dtype=torch.uint8))
+        for name, size in sizes.items():
+            known = len(problems)
+            for piece in _read(folder / name, size, problems):
+                self._send(to, torch.frombuffer(piece, dtype=torch.uint8))
+            self._send(to, torch.tensor([len(problems) == known]))
+        _raise_first(problems)
 
     def receive(self, source: int, folder: Path) -> None:
-        """Write the files that another rank sends into a folder. A resume verifies them."""
+        """Write the files that another rank sends into a folder. A resume verifies them.
+
+        Raises:
+            OSError: A file cannot be written, or the other rank could not read it. All have been received then.
+        """
         length = self._receive(source, torch.zeros(1, dtype=torch.int64))
         head = self._receive(source, torch.empty(int(length), dtype=torch.uint8))
         sizes: dict[str, int] = pickle.loads(head.numpy().tobytes())
-        problem: OSError | None = None
-        for name, size in sizes.items():
-            pieces = self._pieces(source, size)
-            try:
-                _write(folder / name, pieces)
-            except OSError as error:
-                problem = error
-                for _ in pieces:  # the other rank does not know of it, and would wait
-                    pass
-        if problem is not None:
-            raise problem
+        writes = [(partial(_write, folder / name), self._pieces(source, name, size)) for name, size in sizes.items()]
+        _each(act for write, pieces in writes for act in (partial(write, pieces), partial(deque, pieces, 0)))  # the rest of it
 
-    def _pieces(self, source: int, size: int) -> Iterator[torch.Tensor]:
+    def _pieces(self, source: int, name: str, size: int) -> Iterator[torch.Tensor]:
         for begin in range(0, size, _PIECE):
             yield self._receive(source, torch.empty(min(_PIECE, size - begin), dtype=torch.uint8))
+        if not self._receive(source, torch.zeros(1, dtype=torch.bool)):
+            raise OSError(f"rank {source} could not read {name}")
 
     def _send(self, to: int, tensor: torch.Tensor) -> None:
         dist.send(tensor, to, self.group)
@@ -133,6 +144,7 @@ class LocalStore(Store):
     def __init__(self, root: Path, branch: Branch, machines: Machines) -> None:
         super().__init__(root, branch.run, branch)
         self._root, self._machines = root, machines
+        self._wrote = False  # until then, machines that are absent may have the rest of an incomplete checkpoint
         if machines.leading and machines.rank:
             self.sweep()
 
@@ -145,7 +157,7 @@ class LocalStore(Store):
         folder, known, there = by_main(meeting, begin, _failed)
 
         def part() -> Any:
-            if machines.leading:
+            if machines.leading and self._wrote:
                 self._drop(there)
             self.files.make(folder, lasting=False)
             return write_part(self.files, folder, content, meeting, {} if checksum_of(own) == known else own)
@@ -169,6 +181,7 @@ class LocalStore(Store):
                     self._discard(saved.name)
             raise
         self._whole.add(saved.name)
+        self._wrote = True
         return saved
 
     def _drop(self, there: list[str]) -> None:
@@ -180,20 +193,22 @@ class LocalStore(Store):
         """Send the common files along a tree of the machines, and those of each rank to the next machine."""
         machines = self._machines
         rank, leads = machines.rank, machines.leads
+        acts: list[Callable[[], object]] = []
         if machines.leading:
             number = leads.index(rank)
             if number:
-                machines.receive(leads[(number - 1) // 2], at)
-            for child in leads[2 * number + 1 : 2 * number + 3]:
-                machines.send(child, at, common)
-        ranks = len(machines.first)
-        own = [name for kind in ("model", "state", "rank") if (at / (name := part_file(kind, rank, ranks))).exists()]
+                acts.append(partial(machines.receive, leads[(number - 1) // 2], at))
+            acts += [partial(machines.send, child, at, common) for child in leads[2 * number + 1 : 2 * number + 3]]
+        own = [part_file(kind, rank, len(machines.first)) for kind in ("model", "state", "rank")]
         with ThreadPoolExecutor(1) as beside:  # each sends and receives: a send waits until it is received
-            sent = beside.submit(machines.send, machines.keeper(rank), at, own)
-            for other in machines.on(machines.before(machines.first[rank])):
-                if machines.keeper(other) == rank:
-                    machines.receive(other, at)
-            sent.result()
+            others = [other for other in machines.on(machines.before(machines.first[rank])) if machines.keeper(other) == rank]
+            ring: list[Callable[[], object]] = [partial(machines.receive, other, at) for other in others]
+
+            def exchange() -> None:
+                sent = beside.submit(machines.send, machines.keeper(rank), at, own)
+                _each([*ring, sent.result])
+
+            _each([*acts, exchange])
 
     def _appear(self, folder: str, name: str) -> None:
         if self._machines.leading and self._machines.rank:
@@ -204,12 +219,17 @@ class LocalStore(Store):
 def complete(root: Path, driver: Driver) -> None:
     """Bring each machine the files that its ranks need to read the checkpoints in a folder, from machines that have them.
 
-    A checkpoint of which a file is on no machine is deleted. Every rank must call this, before the checkpoints are read.
+    One of which a file is on no machine stays as it is, since machines that are absent may have the file; each that is here
+    gets the manifest, by which it finds that the file is missing. Every rank must call this, before the checkpoints are read.
+
+    Raises:
+        OSError: A machine cannot send or write a file, for example as its memory is full.
     """
     machines, store = Machines.of(root, driver), Store(root)
     if len(machines.leads) == 1:
         return
-    everyone = driver.gather(dict(_listed(store)) if machines.leading else {})
+    problems: list[OSError] = []
+    everyone = agreed(driver.gather_unequal, lambda: dict(_listed(store)) if machines.leading else {}, _failed)
     for name in sorted({name for held in everyone for name in held}, reverse=True):
         holders = {lead: everyone[lead][name] for lead in machines.leads if name in everyone[lead]}
         crc = next(iter(holders.values()))[0]
@@ -217,19 +237,19 @@ def complete(root: Path, driver: Driver) -> None:
         wanted, ranks = driver.broadcast(_wanted(store, name) if machines.rank == min(holders) else None, min(holders))
         moves = [*_moves(machines, holders, wanted, alike=ranks == driver.world_size)]
         if any(source is None for source, _, _ in moves):
-            if machines.rank in holders:
-                store.delete([name])
-            continue
-        if machines.leading and machines.rank not in holders:
-            if (root / name).exists():  # another one of this name
-                store.delete([name])
-            (root / name).mkdir()
+            there = [lead for lead in machines.leads if name in everyone[lead]]
+            moves = [(min(holders), lead, [MANIFEST]) for lead in machines.leads if lead not in there]
+        elif machines.leading and machines.rank not in holders and name in everyone[machines.rank]:
+            store.delete([name])  # another one of this name
         for source, target, files in moves:
-            if machines.rank == source:
-                machines.send(target, root / name, files)
-            elif machines.rank == target and source is not None:
-                machines.receive(source, root / name)
-    driver.barrier()
+            try:
+                if machines.rank == source:
+                    machines.send(target, root / name, files)
+                elif machines.rank == target and source is not None:
+                    machines.receive(source, root / name)
+            except OSError as error:
+                problems.append(error)
+    agreed(driver.gather_unequal, partial(_raise_first, problems), _failed)
 
 
 def _listed(store: Store) -> Iterator[tuple[str, tuple[str, set[str]]]]:
@@ -271,15 +291,52 @@ def _moves(
         yield from ((source, lead, files) for source, files in sources.items())
 
 
+def _each(acts: Iterable[Callable[[], object]]) -> None:
+    """Call all functions, as other ranks wait for what they do; then raise the first `OSError`."""
+    problems: list[OSError] = []
+    for act in acts:
+        try:
+            act()
+        except OSError as error:
+            problems.append(error)
+    _raise_first(problems)
+
+
+def _raise_first(problems: list[OSError]) -> None:
+    if problems:
+        raise problems[0]
+
+
+def _read(path: Path, size: int, problems: list[OSError]) -> Iterator[bytearray]:
+    """Return the pieces of a file. After an error, which is added to `problems`, they are zeros."""
+    left = size
+    try:
+        with path.open("rb") as file:
+            while left and (piece := file.read(min(_PIECE, left))):
+                left -= len(piece)
+                yield bytearray(piece)
+        if left:
+            problems.append(OSError(f"{path} has become shorter"))
+    except OSError as error:
+        problems.append(error)
+    while left:
+        yield bytearray(min(_PIECE, left))
+        left -= min(_PIECE, left)
+
+
 def _write(path: Path, pieces: Iterable[torch.Tensor]) -> None:
     """Write a file, which appears when it is complete."""
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.parent / f".{path.name}-{uuid.uuid4().hex}"
-    with beside.open("wb") as file:
-        for piece in pieces:
-            file.write(piece.numpy().data)
-    os.replace(beside, path)
+    try:
+        with beside.open("wb") as file:
+            for piece in pieces:
+                file.write(piece.numpy().data)
+        os.replace(beside, path)
+    except OSError:
+        beside.unlink(missing_ok=True)
+        raise
 
 
 def _failed(rank: int, problem: str) -> OSError:
-    return OSError(f"rank {rank} could not write its part of the local checkpoint: {problem}")
+    return OSError(f"rank {rank} could not exchange or write its part of the local checkpoints: {problem}")

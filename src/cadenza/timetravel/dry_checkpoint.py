@@ -92,7 +92,7 @@ class DryCheckpoint(Checkpoint):
         self._time_at, self._lacks = time_at, ""
 
     def on_setup(self, run: Run) -> None:
-        session, folder = session_of(run), self.directory or "checkpoints"
+        session, folder = session_of(run), self.own_folder or "checkpoints"
         for monitor in self.monitors:
             monitor.reset()
         writers = [saver for saver in session.savers if isinstance(saver, DryWriter)]
