@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
 
+from cadenza import Trainer
 from cadenza.drivers import Driver, FsdpDriver
 from cadenza.parallel import Mesh, Parallel, Pipeline
 from tests.distributed.drivers import Block as Layer
@@ -75,6 +76,37 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
     "no dimension": (lambda: Mesh(shard=2)["tensor"], "with multiple ranks, shard; got 'tensor'"),
     "not connected": (lambda: Mesh(shard=2)["shard"], "has no process groups yet. Make Parallel"),
 }  # fmt: skip
+
+
+def test_one_process_computes_what_is_meant_for_the_rest_of_the_ranks() -> None:
+    def work() -> list[list[float]]:
+        found = []
+        for sizes in ({"pipeline": -1}, {"tensor": -1}, {"context": -1}, {"expert": -1}, {}):
+            torch.manual_seed(0)
+            model, stages = (
+                nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)),
+                Pipeline(["0", "1"], nn.functional.mse_loss, microbatches=2),
+            )
+            uses: dict[str, Any] = {
+                "pipeline": {"pipeline": stages}, "tensor": {"tensor": {"0": ColwiseParallel()}, "loss_parallel": True},
+                "context": {"sequence": 1}, "expert": {"experts": "0"},
+            }.get(next(iter(sizes), ""), {})  # fmt: skip
+            driver = Parallel(Mesh(**sizes), "cpu", **uses)
+            batches = [(torch.ones(4, 2), torch.zeros(4, 2))] * 2
+            run = Trainer(
+                model,
+                lambda weights: torch.optim.SGD(weights, 0.1),
+                batches,
+                stages,
+                max_epochs=1,
+                driver=driver,
+                progress=False,
+            ).fit()
+            found.append([loss for _, loss in run.history["train/loss"]])
+        return found
+
+    [found] = on_ranks(work, 1)
+    assert found == found[:1] * 5
 
 
 def split(plan: dict[str, ParallelStyle]) -> nn.Module:

@@ -56,6 +56,8 @@ class Mesh:
         }  # fmt: skip
         at = None if dist.is_initialized() else rendezvous_of()
         ranks = dist.get_world_size() if dist.is_initialized() else at.ranks if at is not None else 1
+        self.rest: str | None = next((name for name, size in given.items() if size == -1), None)
+        """The dimension with the ranks that the others leave: in one process it has one, and what uses it has no effect."""
         self.sizes: dict[str, int] = _sizes(given, ranks)
         """The number of ranks along each dimension, by name."""
         self._meshes: dict[str, DeviceMesh] = {}
