@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -78,35 +79,27 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
 }  # fmt: skip
 
 
-def test_one_process_computes_what_is_meant_for_the_rest_of_the_ranks() -> None:
-    def work() -> list[list[float]]:
-        found = []
-        for sizes in ({"pipeline": -1}, {"tensor": -1}, {"context": -1}, {"expert": -1}, {}):
-            torch.manual_seed(0)
-            model, stages = (
-                nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)),
-                Pipeline(["0", "1"], nn.functional.mse_loss, microbatches=2),
-            )
-            uses: dict[str, Any] = {
-                "pipeline": {"pipeline": stages}, "tensor": {"tensor": {"0": ColwiseParallel()}, "loss_parallel": True},
-                "context": {"sequence": 1}, "expert": {"experts": "0"},
-            }.get(next(iter(sizes), ""), {})  # fmt: skip
-            driver = Parallel(Mesh(**sizes), "cpu", **uses)
-            batches = [(torch.ones(4, 2), torch.zeros(4, 2))] * 2
-            run = Trainer(
-                model,
-                lambda weights: torch.optim.SGD(weights, 0.1),
-                batches,
-                stages,
-                max_epochs=1,
-                driver=driver,
-                progress=False,
-            ).fit()
-            found.append([loss for _, loss in run.history["train/loss"]])
-        return found
+REST: dict[str, dict[str, Any]] = {
+    "data": {},
+    "pipeline": {"pipeline": Pipeline(["0", "1"], nn.functional.mse_loss, microbatches=2)},
+    "tensor": {"tensor": {"0": ColwiseParallel()}, "loss_parallel": True},
+    "context": {"sequence": 1},
+    "expert": {"experts": "0"},
+}
+"""By the dimension with the rest of the ranks, what uses it."""
 
-    [found] = on_ranks(work, 1)
-    assert found == found[:1] * 5
+
+def test_a_script_for_the_rest_of_the_ranks_runs_in_one_process() -> None:
+    def losses(dimension: str, uses: dict[str, Any]) -> list[float]:
+        torch.manual_seed(0)
+        model, driver = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), Parallel(Mesh(**{dimension: -1}), "cpu", **uses)
+        compute = uses.get("pipeline", lambda model, batch: nn.functional.mse_loss(model(batch[0]), batch[1]))
+        batches, sgd = [(torch.ones(4, 2), torch.zeros(4, 2))] * 2, partial(torch.optim.SGD, lr=0.1)
+        run = Trainer(model, sgd, batches, compute, max_epochs=1, driver=driver, progress=False).fit()
+        return [loss for _, loss in run.history["train/loss"]]
+
+    [(alone, *others)] = on_ranks(lambda: [losses(*some) for some in REST.items()], 1)
+    assert others == [alone] * 4
 
 
 def split(plan: dict[str, ParallelStyle]) -> nn.Module:

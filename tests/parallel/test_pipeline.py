@@ -152,6 +152,7 @@ def test_mistakes_are_reported_before_the_first_step() -> None:
             placed(["0", "1"], nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))),
             placed(["0", "2"], nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2))),
             placed([["0", "1"], ["1", "2"]], nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2))),
+            placed([["0", "1"], ["1.0", "2"]], nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Tanh()), nn.Linear(2, 2))),
             placed(["0", "1"], nn.Sequential(nn.Linear(2, 2), nn.Sequential(Counting()))),
         ]
 
@@ -170,6 +171,7 @@ def test_mistakes_are_reported_before_the_first_step() -> None:
         "1.1 keeps running statistics, and a stage sees microbatches.",
         "no stage of the pipeline has 1: each rank would compute it.",
         "1 belongs to stages 0 and 1. A module must be in one stage.",
+        "1.0 belongs to stages 0 and 1. A module must be in one stage.",
         "stage 1 has 1.0.seen, and checkpoints have the buffers of stage 0 alone.",
     ]
     for texts in on_ranks(report):

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -51,7 +51,7 @@ class Average(AveragedModel):
     @property
     def n_averaged(self) -> Tensor:  # type: ignore[override]  # torch's is an attribute
         """The number of updates as a tensor. It is set when it is read, as setting it at each update would cost 3 us."""
-        counter: Tensor = super().__getattr__("n_averaged")  # a buffer
+        counter = cast("Tensor", super().__getattr__("n_averaged"))  # a buffer
         return counter if self._pairs is None else counter.fill_(self._pairs.updates)
 
     @property

@@ -27,8 +27,8 @@ class Pipeline:
     """The stages of a model, and a ``compute_loss`` that runs batches through them; for `Parallel` and `Trainer`.
 
     The modules of a stage compute on its ranks. On the other ranks, they return their first argument unchanged, and their
-    weights take no memory: so the model may be any chain of modules, each with one tensor as input and output. Code between
-    them in ``forward``, such as ``torch.tanh(hidden)``, would compute on each rank, unnoticed: make it a module, ``nn.Tanh()``.
+    weights take no memory: so the model may be any chain of modules, each called once, with one tensor as input and output. Other
+    code of the model, such as ``torch.tanh(hidden)``, would compute on each rank, unnoticed: make it a module, ``nn.Tanh()``.
     Torch's schedule splits a batch ``(inputs, targets)`` into microbatches, sends activations and gradients between the stages,
     and adds the gradients. Without a pipeline dimension, such as in one process, the model computes the whole batch.
 
@@ -290,16 +290,15 @@ def _passed_on(module: nn.Module, given: Any, *others: Any, **named: Any) -> Any
 
 
 def _check_modules(named: dict[str, nn.Module], stages: list[dict[str, nn.Module]]) -> None:
-    """Raise `ValueError` for modules that all ranks would compute, or that no rank would at a second place."""
-    inside: dict[nn.Module, int] = {}
-    for number, chosen in enumerate(stages):
-        inside.update((each, number) for module in chosen.values() for each in module.modules())
-    for number, chosen in enumerate(stages):
-        for path, module in chosen.items():
-            if inside[module] != number:
-                raise ValueError(f"{path} belongs to stages {number} and {inside[module]}. A module must be in one stage.")
+    """Raise `ValueError` for modules that all ranks would compute, or that none of two stages would."""
+    insides = [{each for module in chosen.values() for each in module.modules()} for chosen in stages]
+    for path, module in ((path, module) for chosen in stages for path, module in chosen.items()):
+        if len(numbers := [str(number) for number, inside in enumerate(insides) if module in inside]) > 1:
+            raise ValueError(f"{path} belongs to stages {' and '.join(numbers)}. A module must be in one stage.")
     called = {path: each for path, each in named.items() if type(each).forward is not nn.Module.forward}  # lists are not
-    if alone := [path for path, each in called.items() if each not in inside and not [*each.children()]]:
+    if alone := [
+        path for path, each in called.items() if not any(each in inside for inside in insides) and not [*each.children()]
+    ]:
         raise ValueError(f"no stage of the pipeline has {few(alone)}: each rank would compute it. Add it to one of the stages.")
 
 
@@ -308,10 +307,10 @@ def _check_buffers(stage_module: nn.Module, path: str, stage: int) -> None:
     for name, module in stage_module.named_modules(prefix=path):
         if getattr(module, "track_running_stats", False):
             raise ValueError(f"{name} keeps running statistics, and a stage sees microbatches. Use LayerNorm, for example.")
-        kept = [f"{name}.{buffer}" for buffer in module._buffers.keys() - module._non_persistent_buffers_set]
-        if kept and stage:
+        own, passing = dict(module.named_buffers(recurse=False)), module._non_persistent_buffers_set
+        if stage and (kept := [f"{name}.{buffer}" for buffer in own if buffer not in passing]):
             raise ValueError(
-                f"stage {stage} has {few(sorted(kept))}, and checkpoints have the buffers of stage 0 alone. Register constants "
+                f"stage {stage} has {few(kept)}, and checkpoints have the buffers of stage 0 alone. Register constants "
                 "with persistent=False, and keep what changes as attributes of a callback, or put the module into stage 0."
             )
 
