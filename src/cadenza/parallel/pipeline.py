@@ -27,8 +27,8 @@ class Pipeline:
     """The stages of a model, and a ``compute_loss`` that runs batches through them; for `Parallel` and `Trainer`.
 
     The modules of a stage compute on its ranks. On the other ranks, they return their first argument unchanged, and their
-    weights take no memory: so the model may be any chain of modules, each called once, with one tensor as input and output. Other
-    code of the model, such as ``torch.tanh(hidden)``, would compute on each rank, unnoticed: make it a module, ``nn.Tanh()``.
+    weights take no memory: so the model may be any chain of modules, each called once, with one tensor as input and output.
+    Other code, such as ``torch.tanh(hidden)``, would compute on each rank, unnoticed: make it a module, ``nn.Tanh()``.
     Torch's schedule splits a batch ``(inputs, targets)`` into microbatches, sends activations and gradients between the stages,
     and adds the gradients. Without a pipeline dimension, such as in one process, the model computes the whole batch.
 
@@ -307,12 +307,12 @@ def _check_buffers(stage_module: nn.Module, path: str, stage: int) -> None:
     for name, module in stage_module.named_modules(prefix=path):
         if getattr(module, "track_running_stats", False):
             raise ValueError(f"{name} keeps running statistics, and a stage sees microbatches. Use LayerNorm, for example.")
-        own, passing = dict(module.named_buffers(recurse=False)), module._non_persistent_buffers_set
-        if stage and (kept := [f"{name}.{buffer}" for buffer in own if buffer not in passing]):
-            raise ValueError(
-                f"stage {stage} has {few(kept)}, and checkpoints have the buffers of stage 0 alone. Register constants "
-                "with persistent=False, and keep what changes as attributes of a callback, or put the module into stage 0."
-            )
+    held = stage_module.state_dict(prefix=f"{path}.").keys()
+    if stage and (kept := [name for name, _ in stage_module.named_buffers(prefix=path) if name in held]):
+        raise ValueError(
+            f"stage {stage} has {few(kept)}, and checkpoints have the buffers of stage 0 alone. Register constants with "
+            "persistent=False, and keep what changes as attributes of a callback, or put the module into stage 0."
+        )
 
 
 def _names(model: nn.Module) -> dict[nn.Parameter, list[str]]:
