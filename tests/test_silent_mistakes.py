@@ -188,6 +188,16 @@ def test_an_evaluation_mode_after_the_last_step_or_on_purpose_is_no_mistake(capl
     assert "in evaluation mode" not in caplog.text
 
 
+def test_a_parameter_that_is_added_in_the_last_epoch_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    @on(Callback.on_epoch_start)
+    def add(run: Run) -> None:
+        if run.progress.epoch == 2:
+            run.model.register_parameter("added", nn.Parameter(torch.zeros(1)))
+
+    tiny_trainer(model=nn.Sequential(nn.Linear(1, 1)), epochs=3, callbacks=[add]).fit()
+    assert "no optimizer holds 1 parameter that require a gradient, so they are not trained: added" in caplog.text
+
+
 @pytest.mark.parametrize("limits", [{}, {"max_steps": 30}, {"max_steps": 10}])
 def test_a_layer_that_a_hook_replaces_is_a_warning_once(limits: Any, caplog: pytest.LogCaptureFixture) -> None:
     @on(Callback.on_step_end, at=5)

@@ -22,6 +22,7 @@ from cadenza.callbacks import BestWeights, Checkpoint, Ema, Evaluate, Freeze, Le
 from cadenza.errors import DataError
 from cadenza.hooks import HeldWeights
 from cadenza.hooks.dispatch import hooks_of
+from cadenza.optim.averaging import Average
 from cadenza.optim.held_weights import holders_in
 from cadenza.status.encoding import same
 from cadenza.testing import prove_resume, tiny_loader, tiny_run, tiny_trainer
@@ -58,6 +59,18 @@ def test_the_average_is_that_of_the_formula(decay: float, rampup: bool | int, te
         now = min(decay, (1 + updates) / (tenth + updates)) if rampup else decay  # a ramp-up gives it a short memory first
         expected = now * expected + (1 - now) * weight
     assert averaged(ema)["weight"].item() == pytest.approx(expected, rel=1e-6)
+
+
+def test_the_counter_of_torchs_class_is_exact_in_a_run_and_after_it() -> None:
+    seen: list[int] = []
+    ema = Ema(0.5)
+    look = on(Callback.on_step_end)(lambda run: seen.append(int(cast("Any", ema.average).n_averaged)))
+    tiny_run(steps=3, callbacks=[ema, look])
+    assert seen == [1, 2, 3]
+    again = Average(nn.Linear(1, 1))
+    assert again.n_averaged == 0
+    again.load_state_dict(cast("Any", ema.average).state_dict())
+    assert again.n_averaged == again.updates == 3
 
 
 def test_buffers_and_weights_of_whole_numbers_are_copied_and_a_module_may_replace_a_buffer_by_a_new_tensor() -> None:

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from functools import cache
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 
@@ -255,7 +256,9 @@ def test_a_name_that_stands_elsewhere_or_that_other_trainers_have_is_answered(na
         ("from cadenza.callbacks import ModelCheckpoint", "Add Checkpoint(...) to callbacks, and give directory=."),
         ("from cadenza import seed_everything", "Give Trainer(seed=...)."),
         ("from cadenza.sinks import EarlyStopping", "Write cadenza.callbacks.EarlyStopping."),
+        ("from cadenza.sinks import TensorBoards", "Did you mean 'TensorBoard'?"),
         ("import cadenza.nothing", "No module named 'cadenza.nothing'"),
+        ("import cadenza.callbacks.NotHere", "No module named 'cadenza.callbacks.NotHere'"),
         ("from cadenza.callbacks import _nothing", r"cannot import name '_nothing' from 'cadenza.callbacks'"),
     ],
 )
@@ -264,6 +267,13 @@ def test_an_import_of_a_name_that_stands_elsewhere_or_that_other_trainers_have_i
         exec(line, {})
     assert answer in str(caught.value)
     assert not hasattr(cadenza.callbacks, "ModelCheckpoint")
+
+
+def test_a_look_for_a_module_that_a_package_does_not_have_finds_none() -> None:
+    for name in ("NotHere", "ModelCheckpoint", "Trainer", "not_here"):
+        assert find_spec(f"cadenza.callbacks.{name}") is None
+        with pytest.raises(ModuleNotFoundError, match=f"No module named 'cadenza.callbacks.{name}'"):
+            import_module(f"cadenza.callbacks.{name}")
 
 
 TRAINER = "from cadenza import Callback, Trainer, on, supervised"

@@ -15,6 +15,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 from cadenza import Callback, Run, Trainer, on, supervised
 from cadenza.callbacks import Checkpoint, ClipGradients
 from cadenza.errors import CheckpointMismatchError
+from cadenza.optim.model_state import Walk
 from cadenza.optim.optimizers import fused
 from cadenza.testing import prove_resume, tiny_loader, tiny_model, tiny_run, tiny_trainer
 
@@ -393,6 +394,17 @@ def test_clipping_and_accumulation_reach_parameters_outside_of_the_model() -> No
     one, loss = center_trainer(steps=1, callbacks=[ClipGradients(max_norm=1e-3)], accumulate=2)
     one.fit()
     assert 0 < abs(loss.center.item()) <= 0.5 * 1e-3
+
+
+def test_a_model_with_its_own_named_parameters_decides_also_if_only_this_instance_has_them() -> None:
+    class Headless(nn.Sequential):
+        def named_parameters(self, *arguments: Any, **options: Any) -> Any:
+            return (pair for pair in super().named_parameters(*arguments, **options) if pair[0].startswith("0"))
+
+    one, other = Headless(nn.Linear(1, 1), nn.Linear(1, 1)), nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+    other.named_parameters = partial(Headless.named_parameters, one)  # type: ignore[method-assign]
+    for model in (one, other):
+        assert [*Walk(model).parameters.values()] == [*one[0].parameters()]
 
 
 def test_the_function_may_split_the_parameters_by_name_and_shape() -> None:

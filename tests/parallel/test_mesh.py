@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
 
+from cadenza import Trainer
 from cadenza.drivers import Driver, FsdpDriver
 from cadenza.parallel import Mesh, Parallel, Pipeline
 from tests.distributed.drivers import Block as Layer
@@ -75,6 +77,29 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
     "no dimension": (lambda: Mesh(shard=2)["tensor"], "with multiple ranks, shard; got 'tensor'"),
     "not connected": (lambda: Mesh(shard=2)["shard"], "has no process groups yet. Make Parallel"),
 }  # fmt: skip
+
+
+REST: dict[str, dict[str, Any]] = {
+    "data": {},
+    "pipeline": {"pipeline": Pipeline(["0", "1"], nn.functional.mse_loss, microbatches=2)},
+    "tensor": {"tensor": {"0": ColwiseParallel()}, "loss_parallel": True},
+    "context": {"sequence": 1},
+    "expert": {"experts": "0"},
+}
+"""By the dimension with the rest of the ranks, what uses it."""
+
+
+def test_a_script_for_the_rest_of_the_ranks_runs_in_one_process() -> None:
+    def losses(dimension: str, uses: dict[str, Any]) -> list[float]:
+        torch.manual_seed(0)
+        model, driver = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), Parallel(Mesh(**{dimension: -1}), "cpu", **uses)
+        compute = uses.get("pipeline", lambda model, batch: nn.functional.mse_loss(model(batch[0]), batch[1]))
+        batches, sgd = [(torch.ones(4, 2), torch.zeros(4, 2))] * 2, partial(torch.optim.SGD, lr=0.1)
+        run = Trainer(model, sgd, batches, compute, max_epochs=1, driver=driver, progress=False).fit()
+        return [loss for _, loss in run.history["train/loss"]]
+
+    [(alone, *others)] = on_ranks(lambda: [losses(*some) for some in REST.items()], 1)
+    assert others == [alone] * 4
 
 
 def split(plan: dict[str, ParallelStyle]) -> nn.Module:

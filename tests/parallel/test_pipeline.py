@@ -37,6 +37,14 @@ class Chain(nn.Module):
         return self.head(hidden).clone()  # type: ignore[no-any-return]  # FSDP warns of views
 
 
+class Counting(nn.Linear):
+    """A layer with a buffer that checkpoints hold."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.register_buffer("seen", torch.zeros(()))
+
+
 STAGES = {
     2: [["embedding", "blocks.0"], ["blocks.[123]", "head"]],
     4: [["embedding", "blocks.0"], "blocks.1", "blocks.2", ["blocks.3", "head"]],
@@ -128,6 +136,7 @@ def test_mistakes_are_reported_before_the_first_step() -> None:
             model(words)
         with pytest.raises(StateError, match="this rank has no part of a tensor of another stage"):
             save_weights(model, "weights.safetensors")
+        assert not placed(["0", "1"], nn.Sequential(Counting(), nn.Linear(2, 2)))
         return [
             str(caught.value),
             refusal(lambda: Pipeline(["head"], of_words, microbatches=2)),
@@ -140,6 +149,11 @@ def test_mistakes_are_reported_before_the_first_step() -> None:
             placed([["embedding", "block.*"], "head"]),
             placed([["embedding", "blocks.*"], "head"], microbatches=1),
             placed(["0", "1"], nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))),
+            placed(["0", "1"], nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))),
+            placed(["0", "2"], nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2))),
+            placed([["0", "1"], ["1", "2"]], nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2))),
+            placed([["0", "1"], ["1.0", "2"]], nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Tanh()), nn.Linear(2, 2))),
+            placed(["0", "1"], nn.Sequential(nn.Linear(2, 2), nn.Sequential(Counting()))),
         ]
 
     expected = [
@@ -154,6 +168,11 @@ def test_mistakes_are_reported_before_the_first_step() -> None:
         "stages[0]: no module of the model matches 'block.*'.",
         "schedule='1F1B' needs at least as many microbatches as stages, 2; got 1.",
         "1 keeps running statistics, and a stage sees microbatches.",
+        "1.1 keeps running statistics, and a stage sees microbatches.",
+        "no stage of the pipeline has 1: each rank would compute it.",
+        "1 belongs to stages 0 and 1. A module must be in one stage.",
+        "1.0 belongs to stages 0 and 1. A module must be in one stage.",
+        "stage 1 has 1.0.seen, and checkpoints have the buffers of stage 0 alone.",
     ]
     for texts in on_ranks(report):
         for text, start in zip(texts, expected, strict=True):

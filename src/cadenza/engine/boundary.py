@@ -76,9 +76,6 @@ def count_epoch(session: Session) -> None:
     progress, cursor = session.progress, session.cursor
     if session.due.state is not None:
         return
-    if session.loop is Loops.FIT and session.advises and not progress.epoch & (progress.epoch + 1):
-        # Not after each epoch but after 1, 2, 4, 8 ..., as it takes time. Hooks may leave evaluation modes that train nothing.
-        warn_of_new_doubts(session)
     if cursor.exhausted or session.sync.requests.end_epoch or progress.batch_in_epoch == progress.batches_per_epoch:
         progress.finish_epoch()
         change_windows(session)
@@ -87,6 +84,10 @@ def count_epoch(session: Session) -> None:
     elif session.outcome is None:
         for saver in session.savers:
             saver.request("the end of the run")
+    ends = progress.finished or session.outcome is not None
+    if session.loop is Loops.FIT and session.advises and (ends or not progress.epoch & (progress.epoch - 1)):
+        # Not after each epoch but after 1, 2, 4 ... and the last, as it takes time. Hooks may leave modes that train nothing.
+        warn_of_new_doubts(session)
 
 
 def leave_epoch(session: Session) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -38,8 +38,6 @@ class Average(AveragedModel):
         model: The model to copy, on its device.
     """
 
-    n_averaged: torch.Tensor
-
     def __init__(self, model: nn.Module) -> None:
         super().__init__(nn.Module())
         sharded = any(map(is_sharded, model.parameters()))  # torch cannot copy such a module; its named tensors suffice
@@ -49,6 +47,12 @@ class Average(AveragedModel):
             if parameter.dtype in (torch.float16, torch.bfloat16):
                 parameter.data = parameter.data.float()
         self._pairs: _Pairs | None = None
+
+    @property
+    def n_averaged(self) -> Tensor:  # type: ignore[override]  # torch's is an attribute
+        """The number of updates as a tensor. It is set when it is read, as setting it at each update would cost 3 us."""
+        counter = cast("Tensor", super().__getattr__("n_averaged"))  # a buffer
+        return counter if self._pairs is None else counter.fill_(self._pairs.updates)
 
     @property
     def updates(self) -> int:
@@ -63,8 +67,8 @@ class Average(AveragedModel):
             self._pairs.update(weight_of_new)
 
     def state_dict(self, *arguments: Any, **options: Any) -> Any:
-        """Return the state of torch's class. Its counter is set here, as setting it at each update would cost 3 us."""
-        self.n_averaged.fill_(self.updates)
+        """Return the state of torch's class."""
+        self._buffers["n_averaged"] = self.n_averaged  # sets it
         return super().state_dict(*arguments, **options)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:

@@ -34,7 +34,7 @@ class Walk:
         self.modules: dict[str, nn.Module] = dict(model.named_modules())
         held = [(f"{path}." if path else "", module._parameters) for path, module in self.modules.items()]
         named = {f"{path}{name}": value for path, values in held for name, value in values.items() if value is not None}
-        is_plain = type(model).named_parameters is nn.Module.named_parameters and len({*map(id, named.values())}) == len(named)
+        is_plain = _is_torchs(model, "named_parameters") and len({*map(id, named.values())}) == len(named)
         self.parameters: dict[str, nn.Parameter] = named if is_plain else dict(model.named_parameters())
 
 
@@ -90,7 +90,7 @@ def decides(model: nn.Module, names: Collection[str]) -> bool:
 
     It may if they are buffers, or if the model has code of its own that loads.
     """
-    own = type(model).load_state_dict is not nn.Module.load_state_dict
+    own = not _is_torchs(model, "load_state_dict")
     return own or buffers_of(model).keys() >= set(names) or any(module._load_state_dict_pre_hooks for module in model.modules())
 
 
@@ -131,6 +131,11 @@ def load_by_model(model: nn.Module, values: Mapping[str, Any]) -> bool:
             for tensor, value in before:
                 tensor.data = value
     return fits
+
+
+def _is_torchs(model: nn.Module, method: str) -> bool:
+    """Return whether a method is that of torch: neither the class of the model nor the instance has its own."""
+    return getattr(getattr(model, method), "__func__", None) is getattr(nn.Module, method)
 
 
 def _shapes(values: Mapping[str, Any]) -> dict[str, list[int]]:

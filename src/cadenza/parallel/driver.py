@@ -71,6 +71,7 @@ class Parallel(FsdpDriver):
         for name in {"replicas", "tensor_parallel"} & options.keys():
             raise TypeError(f"Parallel takes {name} from the mesh: leave {name}= out, and give the sizes to Mesh(...)")
         _check_use(mesh, {"tensor": tensor, "sequence": sequence, "pipeline": pipeline, "experts": experts})
+        has_ranks = {name: size > 1 for name, size in mesh.sizes.items()}  # of a dimension -1, one process has one
         if loss_parallel and tensor is None:
             raise ValueError("loss_parallel=True needs layers that are split over 'tensor'. Give Parallel(tensor=...).")
         if pipeline is not None and not isinstance(pipeline, Pipeline):
@@ -80,17 +81,17 @@ class Parallel(FsdpDriver):
         if experts is not None:
             check_choice(experts, "experts")
         self.mesh: Mesh = mesh
-        self.loss_parallel: bool = loss_parallel
-        self.experts: Choice[nn.Module] | None = experts
-        self.pipeline: Pipeline | None = pipeline
+        self.loss_parallel: bool = loss_parallel and has_ranks["tensor"]
+        self.experts: Choice[nn.Module] | None = experts if has_ranks["expert"] else None
+        self.pipeline: Pipeline | None = pipeline if has_ranks["pipeline"] else None
         self._stages: list[DeviceMesh] = []  # the ranks of each stage
-        layers = TensorParallel(tensor, ranks=mesh.sizes["tensor"]) if tensor is not None else None
+        layers = TensorParallel(tensor, ranks=mesh.sizes["tensor"]) if tensor is not None and has_ranks["tensor"] else None
         super().__init__(device, replicas=mesh.sizes["data"], tensor_parallel=layers, **options)
         self._entered = 0  # how many of the runs and evaluations that are under way have entered the contexts of torch
         self._all = mesh.connect(self.device.type, self._mesh())
         self._with_experts: list[nn.Module] = []
         self._split_attention = ExitStack()  # torch's context, from one batch to the next
-        if sequence is not None:
+        if sequence is not None and has_ranks["context"]:
             self._whole, self._sequence = self.to_device, sequence
             self.to_device: Callable[[Any], Any] = self._part_of
 
@@ -259,7 +260,7 @@ def _check_use(mesh: Mesh, uses: Mapping[str, object]) -> None:
     for argument, value in uses.items():
         name = _DIMENSION_OF.get(argument, argument)
         ranks = mesh.sizes[name]
-        if value is not None and ranks == 1:
+        if value is not None and ranks == 1 and name != mesh.rest:
             raise ValueError(f"{argument}= needs multiple ranks along {name!r}; got {mesh}. Give Mesh({name}=...).")
         if ranks > 1 and value is None:
             raise ValueError(f"{mesh} has {name}={ranks}, and nothing uses it. Give Parallel({argument}=...), or set it to 1.")

@@ -35,7 +35,7 @@ class Mesh:
         pipeline: The number of ranks over which the layers of the model are distributed, in stages.
         tensor: The number of ranks over which single layers are split.
 
-    One of the sizes may be -1: the ranks that the others leave.
+    One of the sizes may be -1: the ranks that the others leave. If that is one rank, what uses the dimension has no effect.
 
     Raises:
         TypeError: A size is no integer.
@@ -56,6 +56,8 @@ class Mesh:
         }  # fmt: skip
         at = None if dist.is_initialized() else rendezvous_of()
         ranks = dist.get_world_size() if dist.is_initialized() else at.ranks if at is not None else 1
+        self.rest: str | None = next((name for name, size in given.items() if size == -1), None)
+        """The dimension that was given as -1."""
         self.sizes: dict[str, int] = _sizes(given, ranks)
         """The number of ranks along each dimension, by name."""
         self._meshes: dict[str, DeviceMesh] = {}

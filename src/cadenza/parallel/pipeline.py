@@ -27,13 +27,14 @@ class Pipeline:
     """The stages of a model, and a ``compute_loss`` that runs batches through them; for `Parallel` and `Trainer`.
 
     The modules of a stage compute on its ranks. On the other ranks, they return their first argument unchanged, and their
-    weights take no memory: so the model may be any chain of modules, each with one tensor as input and output. Torch's schedule
-    splits a batch ``(inputs, targets)`` into microbatches, sends activations and gradients between the stages, and adds the
-    gradients. Without a pipeline dimension, such as in one process, the model computes the whole batch.
+    weights take no memory: so the model may be any chain of modules, each called once, with one tensor as input and output.
+    Other code, such as ``torch.tanh(hidden)``, would compute on each rank, unnoticed: make it a module, ``nn.Tanh()``.
+    Torch's schedule splits a batch ``(inputs, targets)`` into microbatches, sends activations and gradients between the stages,
+    and adds the gradients. Without a pipeline dimension, such as in one process, the model computes the whole batch.
 
     Args:
         stages: The modules of each stage, in order, each chosen like ``shard=``: ``[["embedding", "blocks.0"], ["blocks.1",
-            "head"]]``. Together they have all weights of the model.
+            "head"]]``. Together they have all modules of the model.
         loss_fn: Called on the last stage as ``loss_fn(predictions, targets)``; returns a mean over samples, of shape ().
         microbatches: The number of parts of a training batch. It divides the size of each of them, also of the last one of an
             epoch. An evaluation does not split its batches.
@@ -42,7 +43,8 @@ class Pipeline:
     Raises:
         TypeError: An argument has a wrong type.
         ValueError: There are fewer than two stages, `microbatches` is less than 1, or no such schedule is known. When a run
-            starts: a pattern matches no module, or a weight belongs to no stage or to two.
+            starts: a pattern matches no module, a module or a weight belongs to no stage or to two, layers have running
+            statistics, or a stage after the first has persistent buffers, which checkpoints would lack.
 
     >>> pipeline = Pipeline(["0", "1"], nn.functional.mse_loss, microbatches=2)
     >>> pipeline(nn.Sequential(nn.Identity(), nn.Identity()), (torch.ones(4), torch.zeros(4)))["loss"]
@@ -144,7 +146,7 @@ class Pipeline:
             ranks: One rank of each stage, with this rank.
 
         Raises:
-            ValueError: A pattern matches no module, a weight belongs to no stage or to two, or layers have running statistics.
+            ValueError: The stages do not suit the model or the ranks; see the class.
         """
         if len(self.stages) != ranks.size():
             raise ValueError(f"Pipeline has {counted(len(self.stages), 'stage')}, and the mesh has pipeline={ranks.size()}")
@@ -165,12 +167,11 @@ class Pipeline:
         model.register_forward_pre_hook(check_call)
         named, names = dict(model.named_modules()), _names(model)
         stage_of: dict[str, int] = {}
+        stages: list[dict[str, nn.Module]] = []
         for number, choice in enumerate(self.stages):
-            for path, module in named_matches(choice, named, argument=f"stages[{number}]", kind="module").items():
-                if getattr(module, "track_running_stats", False):
-                    raise ValueError(
-                        f"{path} keeps running statistics, and a stage sees microbatches. Use LayerNorm, for example."
-                    )
+            stages.append(named_matches(choice, named, argument=f"stages[{number}]", kind="module"))
+            for path, module in stages[-1].items():
+                _check_buffers(module, path, number)
                 for name in [name for parameter in module.parameters() for name in names[parameter]]:
                     if stage_of.setdefault(name, number) != number:
                         raise ValueError(
@@ -180,6 +181,7 @@ class Pipeline:
                     module.forward = MethodType(_passed_on, module)
         if left := [name for same in names.values() for name in same if name not in stage_of]:
             raise ValueError(f"no stage of the pipeline has {few(left)}. Add the modules to one of the stages.")
+        _check_modules(named, stages)
         return stage_of
 
     def _run(self, model: nn.Module, inputs: Tensor, *, training: bool, **options: Any) -> Any:
@@ -285,6 +287,32 @@ class _Computed(torch.autograd.Function):
 
 def _passed_on(module: nn.Module, given: Any, *others: Any, **named: Any) -> Any:
     return given
+
+
+def _check_modules(named: dict[str, nn.Module], stages: list[dict[str, nn.Module]]) -> None:
+    """Raise `ValueError` for modules that all ranks would compute, or that none of two stages would."""
+    insides = [{each for module in chosen.values() for each in module.modules()} for chosen in stages]
+    for path, module in ((path, module) for chosen in stages for path, module in chosen.items()):
+        if len(numbers := [str(number) for number, inside in enumerate(insides) if module in inside]) > 1:
+            raise ValueError(f"{path} belongs to stages {' and '.join(numbers)}. A module must be in one stage.")
+    called = {path: each for path, each in named.items() if type(each).forward is not nn.Module.forward}  # lists are not
+    if alone := [
+        path for path, each in called.items() if not any(each in inside for inside in insides) and not [*each.children()]
+    ]:
+        raise ValueError(f"no stage of the pipeline has {few(alone)}: each rank would compute it. Add it to one of the stages.")
+
+
+def _check_buffers(stage_module: nn.Module, path: str, stage: int) -> None:
+    """Raise `ValueError` for what a module of a stage computes from microbatches, or what checkpoints would lack."""
+    for name, module in stage_module.named_modules(prefix=path):
+        if getattr(module, "track_running_stats", False):
+            raise ValueError(f"{name} keeps running statistics, and a stage sees microbatches. Use LayerNorm, for example.")
+    held = stage_module.state_dict(prefix=f"{path}.").keys()
+    if stage and (kept := [name for name, _ in stage_module.named_buffers(prefix=path) if name in held]):
+        raise ValueError(
+            f"stage {stage} has {few(kept)}, and checkpoints have the buffers of stage 0 alone. Register constants with "
+            "persistent=False, and keep what changes as attributes of a callback, or put the module into stage 0."
+        )
 
 
 def _names(model: nn.Module) -> dict[nn.Parameter, list[str]]:
