@@ -65,13 +65,15 @@ def whole(tensor: Tensor) -> Tensor:
     Raises:
         StateError: It belongs to other ranks.
     """
-    detached: Any = tensor.detach()
-    if is_sharded(tensor) and is_elsewhere(tensor):
+    if not is_sharded(tensor):
+        return tensor.detach()
+    if is_elsewhere(tensor):
         raise StateError(
             "this rank has no part of a tensor of another stage, so it cannot be gathered here. Use the callback Checkpoint, "
             "then cadenza.export_weights, which read the parts of all ranks."
         )
-    return detached.full_tensor() if is_sharded(tensor) else detached  # type: ignore[no-any-return]  # torch leaves it untyped
+    sharded: Any = tensor.detach()
+    return sharded.full_tensor()  # type: ignore[no-any-return]  # torch leaves it untyped
 
 
 def region_of(tensor: Tensor) -> Region:
