@@ -34,9 +34,7 @@ def contents(package: str) -> tuple[list[str], Callable[[str], Any], Callable[[]
         if name not in home_of:
             known = not name.startswith("_")  # imported here: programs that are right build no error
             said = import_module("cadenza.text.hints").instead_of_name(name, [package, *modules]) if known else ""
-            text = f"module {package!r} has no attribute {name!r}{said}"
-            _Advice.missed = (f"{package}.{name}", text) if said else None
-            raise AttributeError(text)
+            raise AttributeError(f"module {package!r} has no attribute {name!r}{said}")
         value = getattr(imported(home_of[name], needed_by=f"{package}.{name}"), name)
         setattr(sys.modules[package], name, value)  # later reads do not come here
         return value
@@ -44,27 +42,34 @@ def contents(package: str) -> tuple[list[str], Callable[[str], Any], Callable[[]
     def directory() -> list[str]:
         return sorted({*vars(sys.modules[package]), *home_of, *modules})
 
-    if _Advice not in sys.meta_path:
+    if not _NAMES:
         sys.meta_path.append(_Advice)
+    _NAMES[package] = {*home_of, *modules}
     return sorted(home_of), get, directory
 
 
+_NAMES: dict[str, set[str]] = {}
+"""By package that is a table of contents, its names."""
+
+
 class _Advice:
-    """The last finder of modules. It answers ``from cadenza.callbacks import ModelCheckpoint``.
+    """The last finder of modules: ``from cadenza.callbacks import ModelCheckpoint`` looks for a module of this name, too."""
 
-    Python reads such an attribute first, then looks for a module of this name, and only the error of the latter is shown.
-    Other looks for a module, such as ``importlib.util.find_spec``, find nothing, as without this finder.
-    """
+    @staticmethod
+    def find_spec(module: str, path: object = None, target: object = None) -> None:
+        """Raise `ModuleNotFoundError` for a name that a package does not have, if there is something to use instead.
 
-    missed: tuple[str, str] | None = None
-    """The last attribute that was read and is missing, if something else can be used, and the message that says so."""
-
-    @classmethod
-    def find_spec(cls, module: str, path: object = None, target: object = None) -> None:
-        """Raise `ModuleNotFoundError`, with what to use instead, if the attribute of this name was read just before."""
-        missed, cls.missed = cls.missed, None
-        if missed is not None and missed[0] == module:
-            raise ModuleNotFoundError(missed[1])  # without name=: "from" hides an error that names the module
+        It finds nothing. Without such advice the error is that of Python, or none: ``importlib.util.find_spec`` returns None.
+        """
+        package, _, name = module.rpartition(".")
+        if package in _NAMES and not name.startswith("_") and name not in _NAMES[package]:
+            if name.islower() and name not in import_module("cadenza.text.hints").hints("names"):  # it can be a module
+                return
+            try:
+                getattr(sys.modules[package], name)
+            except AttributeError as error:
+                if not str(error).endswith(f"no attribute {name!r}"):
+                    raise ModuleNotFoundError(str(error)) from None  # without name=: "from" hides an error of this name
 
 
 def imported(module: str, *, needed_by: str) -> ModuleType:

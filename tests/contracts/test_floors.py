@@ -270,10 +270,12 @@ def test_an_import_of_a_name_that_stands_elsewhere_or_that_other_trainers_have_i
 
 
 def test_a_look_for_a_module_that_a_package_does_not_have_finds_none() -> None:
-    for name in ("NotHere", "ModelCheckpoint", "Trainer", "not_here"):
+    for name in ("NotHere", "not_here"):
         assert find_spec(f"cadenza.callbacks.{name}") is None
         with pytest.raises(ModuleNotFoundError, match=f"No module named 'cadenza.callbacks.{name}'"):
             import_module(f"cadenza.callbacks.{name}")
+    with pytest.raises(ModuleNotFoundError, match=r"Add Checkpoint\(...\) to callbacks"):
+        import_module("cadenza.callbacks.ModelCheckpoint")
 
 
 TRAINER = "from cadenza import Callback, Trainer, on, supervised"
