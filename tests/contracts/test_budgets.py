@@ -76,7 +76,7 @@ forward             4    30
 checkpoint         67   528
 record             16   154
 resume             99   850
-stop               15    96
+stop               10    64
 """
 """The functions of more than two body lines, and their body lines: `benchmarks/house.py` says from where to where."""
 
