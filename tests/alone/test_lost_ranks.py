@@ -8,7 +8,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
 import time
 from collections.abc import Callable as Function
 from collections.abc import Iterator
@@ -26,7 +25,6 @@ from cadenza import Callback, Run, on
 from cadenza.callbacks import Checkpoint, Profile
 from cadenza.checkpoint.store import Store
 from cadenza.checkpoint.store.files import Facts, LocalFiles
-from cadenza.checkpoint.writer import Attempts, Save
 from cadenza.drivers import DdpDriver, first_error
 from cadenza.errors import DistributedError
 from cadenza.hooks.moments import Moment
@@ -322,39 +320,6 @@ def test_a_rank_that_is_killed_in_a_save_is_named_by_those_that_wait_for_its_par
     again, expected = launch(lambda: trained(tmp_path / "cut")), launch(lambda: trained(tmp_path / "whole"))
     for one, other in zip(again, expected, strict=True):
         assert all(torch.equal(one[name], other[name]) for name in other)
-
-
-@pytest.mark.parametrize("late_at", [2, 6])  # the last save is that of step 6
-def test_saves_succeed_again_after_a_rank_was_paused_in_one(late_at: int, tmp_path: Path) -> None:
-    failed = tmp_path / "failed"
-
-    def train() -> list[str]:
-        write, attempt = LocalFiles.write_tensors, Attempts._attempt
-
-        def pause_once(self: LocalFiles, path: str, *arguments: Any, **named: Any) -> Facts:
-            if own_rank() == 1 and f"step-{late_at:08d}" in path and not failed.exists():
-                let_go = f"until [ -e {failed} ]; do sleep 0.05; done; kill -CONT {os.getpid()}"
-                subprocess.Popen(["sh", "-c", let_go])
-                os.kill(os.getpid(), signal.SIGSTOP)
-                until(failed.exists)  # the signal may stop this thread a little later
-            return write(self, path, *arguments, **named)
-
-        def attempt_of_main(self: Attempts, save: Save) -> bool:
-            written = attempt(self, save)
-            if not written and own_rank() == 0:
-                failed.touch()
-            return written
-
-        setattr(LocalFiles, "write_tensors", pause_once)  # noqa: B010  # in this process only
-        setattr(Attempts, "_attempt", attempt_of_main)  # noqa: B010
-        saves = Checkpoint("2 steps", keep_last=None)
-        run = trainer(callbacks=[saves], driver=DdpDriver("cpu"), max_epochs=2, directory=tmp_path).fit()
-        return [decision.why for decision in run.decisions if decision.what == "not saved"]
-
-    told, _ = launch(train)
-    assert [why.split(":")[0] for why in told] == [f"step {late_at}"]
-    saved = [saved.step for saved in Store(tmp_path / "checkpoints", "").saved()]
-    assert saved == [step for step in (2, 4, 6) if step != late_at or late_at == 6]
 
 
 def test_the_slowest_rank_of_each_part_is_in_the_profile_and_in_the_report(tmp_path: Path) -> None:

@@ -416,7 +416,7 @@ def test_the_directory_belongs_to_the_main_process_and_all_know_where_it_is(tmp_
     assert first[1]
     assert first[3] == second[3] == 6
     names = sorted(path.name for path in (tmp_path / "run").iterdir())
-    assert names == ["console.log", "console.rank1.log", "metrics.jsonl", "run.json", "run.lock", "train.jsonl"]
+    assert names == ["console.log", "console.rank1.log", "metrics.jsonl", "ranks.json", "run.json", "run.lock", "train.jsonl"]
     for name in ("metrics.jsonl", "train.jsonl"):
         assert len((tmp_path / "run" / name).read_text().splitlines()) == 6
 

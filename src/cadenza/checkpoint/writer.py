@@ -173,22 +173,13 @@ class CheckpointWriter:
         if not self._begun:
             return
         with self.session.progress.aside(), self.session.hooks.timed("saving"):
-            self._stop()
+            self.attempts.stop()
             if self._together and self.session.sync.broken:
                 self.attempts.meeting.leave()  # others may wait for the part of this rank in a save that it did not begin
-            together, failed = self._together and self.session.sync.together, self.attempts.failed
-            repeats = self.session.driver.least(failed is not None) if together else failed is not None and not failed.together
-            if repeats:
+            if self.attempts.failed is not None and (self.session.sync.together or not self.attempts.failed.together):
                 self.attempts.finish()
             self.take_results()
             self.attempts.buffers.take_back(())
-
-    def _stop(self) -> None:
-        """End the write under way. If a rank was late in it, the ranks meet anew. Every rank must call this."""
-        self.attempts.stop()
-        driver, meeting = self.session.driver, self.attempts.meeting
-        if self._together and self.session.sync.together and driver.any_rank(meeting.is_broken()):
-            self.attempts.meeting = driver.aside()
 
     def report_best(self) -> None:
         """Record the best checkpoints as a decision, at the end of a run: their values, steps and paths."""
@@ -301,7 +292,7 @@ class CheckpointWriter:
         self._postponed_at = None
         if self.attempts.busy:
             session.decide("waited", "the last checkpoint is still being written", who=", ".join(sorted(asking)))
-        self._stop()  # the save that begins is newer
+        self.attempts.stop()  # the save that begins is newer
         self.take_results()
         if session.sync.together:  # all ranks compare, also if the rest of the save fails on one
             session.acts.after_next_step(snapshot.Digest(session).compare)

@@ -46,8 +46,6 @@ class Meeting(NamedTuple):
     """Returns the value of the main process. Every rank must call it."""
     leave: Callable[[], object] = lambda: None
     """Ends the exchanges, after an error on this rank: other ranks that wait for a value of it get an error at once."""
-    is_broken: Callable[[], bool] = lambda: False
-    """Returns whether an exchange has failed, and so will all others."""
 
 
 LEFT = "its run failed, which closed the connection"  # by this term, the error that follows is one of lost contact
@@ -130,7 +128,7 @@ def over_store(store: Any, name: str, rank: int, ranks: int, watch: Watch | None
         while sent:
             store.delete_key(sent.pop())
 
-    return Meeting(rank, ranks, partial(call, gather), partial(call, broadcast), leave, lambda: bool(failures))
+    return Meeting(rank, ranks, partial(call, gather), partial(call, broadcast), leave)
 
 
 def _arrived(store: Any, watch: Watch | None, failures: Sequence[Exception], keys: Mapping[int, str]) -> list[bytes]:
