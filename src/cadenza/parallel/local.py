@@ -110,8 +110,14 @@ class Machines:
         length = self._receive(source, torch.zeros(1, dtype=torch.int64))
         head = self._receive(source, torch.empty(int(length), dtype=torch.uint8))
         sizes: dict[str, int] = pickle.loads(head.numpy().tobytes())
-        writes = [(partial(_write, folder / name), self._pieces(source, name, size)) for name, size in sizes.items()]
-        _each(act for write, pieces in writes for act in (partial(write, pieces), partial(deque, pieces, 0)))  # the rest of it
+        acts: list[Callable[[], object]] = []
+        for name, size in sizes.items():
+            pieces = self._pieces(source, name, size)
+            acts += [
+                partial(_write, folder / name, pieces),
+                partial(deque[torch.Tensor], pieces, 0),
+            ]  # the rest, after an error
+        _each(acts)
 
     def _pieces(self, source: int, name: str, size: int) -> Iterator[torch.Tensor]:
         for begin in range(0, size, _PIECE):
@@ -219,7 +225,7 @@ class LocalStore(Store):
 def complete(root: Path, driver: Driver) -> None:
     """Bring each machine the files that its ranks need to read the checkpoints in a folder, from machines that have them.
 
-    One of which a file is on no machine stays as it is, since machines that are absent may have the file; each that is here
+    One of which a file is on no machine stays, since machines that are absent may have the file; each that is here
     gets the manifest, by which it finds that the file is missing. Every rank must call this, before the checkpoints are read.
 
     Raises:
@@ -231,13 +237,12 @@ def complete(root: Path, driver: Driver) -> None:
     problems: list[OSError] = []
     everyone = agreed(driver.gather_unequal, lambda: dict(_listed(store)) if machines.leading else {}, _failed)
     for name in sorted({name for held in everyone for name in held}, reverse=True):
-        holders = {lead: everyone[lead][name] for lead in machines.leads if name in everyone[lead]}
-        crc = next(iter(holders.values()))[0]
-        holders = {lead: files for lead, (other, files) in holders.items() if other == crc}
+        there = {lead: everyone[lead][name] for lead in machines.leads if name in everyone[lead]}
+        crc = next(iter(there.values()))[0]
+        holders = {lead: files for lead, (other, files) in there.items() if other == crc}
         wanted, ranks = driver.broadcast(_wanted(store, name) if machines.rank == min(holders) else None, min(holders))
         moves = [*_moves(machines, holders, wanted, alike=ranks == driver.world_size)]
         if any(source is None for source, _, _ in moves):
-            there = [lead for lead in machines.leads if name in everyone[lead]]
             moves = [(min(holders), lead, [MANIFEST]) for lead in machines.leads if lead not in there]
         elif machines.leading and machines.rank not in holders and name in everyone[machines.rank]:
             store.delete([name])  # another one of this name
