@@ -206,13 +206,14 @@ def test_if_a_machine_cannot_write_what_it_gets_all_ranks_say_which(tmp_path: Pa
     with pytest.raises(ExceptionGroup) as raised:
         trained(tmp_path)
     assert len(raised.value.exceptions) == RANKS
-    assert "rank 1 could not exchange or write its part of the local checkpoints" in str(raised.value.exceptions[0])
+    text = "rank 1 could not exchange or write its part of the local checkpoints"
+    assert any(text in str(error) for error in raised.value.exceptions)
 
 
 def test_if_a_machine_cannot_make_the_folder_the_others_name_it(tmp_path: Path) -> None:
     with pytest.raises(ExceptionGroup) as raised:
         trained(tmp_path, instead=lambda: Path("local").touch() if own_rank() == 1 else None)
-    assert f"rank 1 cannot use the local folder {HERE}" in str(raised.value.exceptions[0])
+    assert any(f"rank 1 cannot use the local folder {HERE}" in str(error) for error in raised.value.exceptions)
 
 
 @on(Callback.on_step_start, at=11)
