@@ -240,7 +240,7 @@ def complete(root: Path, driver: Driver) -> None:
         wanted, ranks = driver.broadcast(_wanted(store, name) if machines.rank == min(holders) else None, min(holders))
         moves = [*_moves(machines, holders, wanted, alike=ranks == driver.world_size)]
         if any(source is None for source, _, _ in moves):
-            moves = [(min(holders), lead, [MANIFEST]) for lead in machines.leads if lead not in there]
+            moves = [(min(holders), lead, [MANIFEST]) for lead in machines.leads if lead not in found]
         elif machines.leading and machines.rank not in holders and name in everyone[machines.rank]:
             store.delete([name])  # another one of this name
         for source, target, files in moves:
