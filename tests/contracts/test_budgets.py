@@ -35,11 +35,11 @@ profiling      319      3       1
 loading       2159     12       3
 records       1638     10       6
 hooks         1568     10       7
-drivers       2536     17       5
+drivers       2535     17       5
 optim         1349     11       6
 sinks         1133     10       7
 engine        5051     21      11
-checkpoint    3883     16      11
+checkpoint    3876     16      11
 callbacks     3017     29      14
 loops         1101      6      13
 testing        946      6      14
@@ -47,7 +47,7 @@ commands       687      8      11
 report        2535     24       8
 steering      1842     16      10
 timetravel    2995     18      22
-parallel      1594     10      11
+parallel      1593     10      11
 compiled       422      2       6
 sources        517      3       4
 compat       24706    317      19
@@ -61,8 +61,8 @@ WINGS = ("compat", "compiled", "parallel", "report", "sources", "steering", "tim
 SUMS = """
 sum                             core   wings
 files                            188     405
-lines                          27966   36671
-words                         196995  249486
+lines                          27958   36670
+words                         196919  249472
 words a line                    7.05    6.81
 data files and long literals     495     825
 modules under 30 lines            10      46
