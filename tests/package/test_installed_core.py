@@ -26,6 +26,7 @@ NEEDED_BY = {
     "stats": "from cadenza.callbacks import DeviceStats; DeviceStats(machine=True)",
     "swanlab": "from cadenza.sinks import Swanlab; Swanlab()",
     "tensorboard": "from cadenza.sinks import TensorBoard; TensorBoard()",
+    "torchft": "from cadenza.parallel import ReplicaGroups; ReplicaGroups()",
     "trackio": "from cadenza.sinks import Trackio; Trackio()",
     "wandb": "from cadenza.sinks import Wandb; Wandb()",
 }
