@@ -50,7 +50,7 @@ class JoinedByBar:
 
 
 class CheckpointRule(JoinedByBar, ABC):
-    """A rule of ``keep=`` that is no schedule."""
+    """A rule of ``keep=`` that is not a schedule."""
 
     __slots__ = ()
 

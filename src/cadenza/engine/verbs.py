@@ -330,7 +330,7 @@ class OwnCalls:
             self._session.acts.after_next_step(self._look_for_updates)
 
     def look_again(self) -> None:
-        """Look for gradients of the updates so far, on several ranks: before the update of a step, and at the end."""
+        """Look for gradients of the updates so far, on multiple ranks: before the update of a step, and at the end."""
         if self._without_acts and self._waiting and self._session.step.updates:
             self._look_for_updates()
 

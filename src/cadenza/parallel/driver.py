@@ -87,7 +87,7 @@ class Parallel(FsdpDriver):
         self._stages: list[DeviceMesh] = []  # the ranks of each stage
         layers = TensorParallel(tensor, ranks=mesh.sizes["tensor"]) if tensor is not None and has_ranks["tensor"] else None
         super().__init__(device, replicas=mesh.sizes["data"], tensor_parallel=layers, **options)
-        self._entered = 0  # how many of the runs and evaluations that are under way have entered the contexts of torch
+        self._entered = 0  # how many of the open runs and evaluations have entered the contexts of torch
         self._all = mesh.connect(self.device.type, self._mesh())
         self._with_experts: list[nn.Module] = []
         self._split_attention = ExitStack()  # torch's context, from one batch to the next

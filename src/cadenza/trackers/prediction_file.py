@@ -1,4 +1,4 @@
-"""The file of ``predict(to=...)``: each batch is written when it is computed, on several ranks at the end."""
+"""The file of ``predict(to=...)``: each batch is written when it is computed, on multiple ranks at the end."""
 
 from __future__ import annotations
 
